@@ -1,0 +1,33 @@
+# Every target sets up .venv by itself; nothing has to be installed first but python3 (>= 3.11).
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(STAMP) ## train four optimizers side by side on a small deep autoencoder, draw demo.png
+	$(BIN)/python -m torch_locoprop.study.demo
+
+test: $(STAMP) ## run all tests; fails below 95% line coverage of src
+	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+check: $(STAMP) ## lint, format, types, then all tests: what a change has to pass
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy --strict src
+	$(MAKE) --no-print-directory test
+
+clean: ## remove the environment, caches and outputs
+	rm -rf $(VENV) dist build runs .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted installation is taken up again by the next call.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

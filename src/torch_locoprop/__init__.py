@@ -1,0 +1,7 @@
+"""LocoProp: every layer solves a small local problem after each backward pass."""
+
+from torch_locoprop.optimizer import LocoProp
+from torch_locoprop.variants import Variant
+
+__all__ = ["LocoProp", "Variant"]
+__version__ = "0.1.0"

@@ -1,0 +1,254 @@
+"""Finds the transfer that follows a layer, from the autograd graph of an ordinary forward pass.
+
+Autograd links each operation to its inputs, so the search runs backwards: from the input of every
+layer, from the model's output and, where it is known, from the loss. Each operation met on the way is
+remembered as a consumer of what it was computed from. A layer whose output has one consumer, and that
+one a known activation, has that transfer; a layer that feeds another layer directly is linear.
+
+The findings are kept as :class:`Mark` in the nodes' own ``metadata`` and so live as long as the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from torch_locoprop import transfers
+from torch_locoprop.transfers import Transfer
+
+KEY = "torch_locoprop"
+
+
+@dataclass(eq=False)
+class Mark:
+    """What is known of one node: its operation, the transfer it computes, and who consumes it."""
+
+    operation: str
+    transfer: Transfer | None = None
+    consumers: list[Mark] = field(default_factory=list)
+    gradient: Tensor | None = None  # ∂L/∂(output of this node), recorded on request
+
+
+LAYER_INPUT = Mark("a layer")
+MODEL_OUTPUT = Mark("the model's output")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The transfer that follows a layer, or why it has none."""
+
+    transfer: Transfer | None
+    reason: str
+    is_output: bool  # no other layer comes after it
+    consumer: Mark | None = None
+    inside_loss: bool = False  # the layer's own output is what the model returns
+
+
+# Nodes that only rearrange or convert what they are given, keeping the order of its elements.
+_TRANSPARENT = {
+    f"{name}Backward{i}"
+    for name in (
+        *("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "ToCopy", "Clone"),
+    )
+    for i in range(5)
+}
+
+_ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
+    "TanhBackward0": lambda node: transfers.Tanh(),
+    "SigmoidBackward0": lambda node: transfers.Sigmoid(),
+    "ReluBackward0": lambda node: transfers.ReLU(),
+    "AtanBackward0": lambda node: transfers.Arctan(),
+    "LogSigmoidBackward0": lambda node: transfers.LogSigmoid(),
+    "SoftplusBackward0": lambda node: transfers.Softplus(float(node._saved_beta)),
+    "LeakyReluBackward0": lambda node: _leaky(float(node._saved_negative_slope)),
+    "EluBackward0": lambda node: _elu(
+        float(node._saved_alpha), float(node._saved_scale), float(node._saved_input_scale)
+    ),
+    "CeluBackward0": lambda node: transfers.CELU(float(node._saved_alpha)),
+    "HardtanhBackward0": lambda node: _clamp(node._saved_min_val, node._saved_max_val),
+    "ClampBackward1": lambda node: _clamp(node._saved_min, node._saved_max),
+    "ClampMinBackward0": lambda node: _clamp(node._saved_min, None),
+    "SoftmaxBackward0": lambda node: _softmax(node),
+}
+
+# Transfers that are part of the loss: their own output, and its gradient, never appear in the graph.
+_INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {
+    "BinaryCrossEntropyWithLogitsBackward0": lambda node: transfers.Sigmoid(),
+    "LogSoftmaxBackward0": lambda node: _softmax(node),
+    "MseLossBackward0": lambda node: transfers.Linear(),
+}
+
+_NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBackward0"}
+
+
+def matmul_node(node: Node) -> Node:
+    """The node that computes a layer's pre-activation, below the reshapes of its output."""
+    while node.name() in _TRANSPARENT and node.next_functions[0][0] is not None:
+        node = node.next_functions[0][0]
+    return node
+
+
+def mark_layer(node: Node) -> Mark:
+    """Mark the node of a layer's pre-activation, where every search ends."""
+    mark = Mark("a layer's output")
+    _notes(node)[KEY] = mark
+    return mark
+
+
+def trace(root: Node | None, sink: Mark, record_gradients: bool = False) -> None:
+    """Search from ``root``, consumed by ``sink``, back to the layers it was computed from."""
+    stack = [(root, sink)]
+    while stack:
+        node, consumer = stack.pop()
+        if node is None or not node.next_functions:
+            continue
+        mark = _notes(node).get(KEY)
+        if mark is not None:
+            if consumer not in mark.consumers:
+                mark.consumers.append(consumer)
+            continue
+        if node.name() not in _TRANSPARENT:
+            consumer = _mark_operation(node, consumer, record_gradients)
+        stack += [(below, consumer) for below in _inputs(node, consumer)]
+
+
+def resolve(mark: Mark) -> Finding:
+    """What the traces say of one call of a layer."""
+    is_output = not _reaches_layer(mark)
+    consumers = [c for c in mark.consumers if c is not MODEL_OUTPUT]
+    if not consumers:
+        return Finding(None, "", is_output=True, inside_loss=True)
+    if len(consumers) > 1:
+        names = ", ".join(sorted(c.operation for c in consumers))
+        return Finding(None, f"its output feeds several operations ({names})", is_output)
+    consumer = consumers[0]
+    if consumer is LAYER_INPUT:
+        return Finding(transfers.Linear(), "", is_output)
+    if consumer.transfer == transfers.ReLU() and [c.operation for c in consumer.consumers] == [
+        "square"
+    ]:
+        return Finding(transfers.SquaredReLU(), "", is_output, consumer.consumers[0])
+    if consumer.transfer is not None:
+        return Finding(consumer.transfer, "", is_output, consumer)
+    return Finding(None, consumer.operation, is_output)
+
+
+def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
+    name = node.name()
+    known = _ACTIVATIONS.get(name) or _INSIDE_LOSS.get(name)
+    transfer = known(node) if known else None
+    if _is_softsign(node):
+        transfer = transfers.Softsign()
+    mark = Mark(_describe(node), transfer, [consumer])
+    _notes(node)[KEY] = mark
+    if record_gradients and name not in _INSIDE_LOSS:
+        node.register_prehook(_recorder(mark))
+    return mark
+
+
+def _notes(node: Any) -> dict[str, Mark]:
+    """The node's own dictionary, which PyTorch declares as a method and keeps as a property."""
+    notes: dict[str, Mark] = node.metadata
+    return notes
+
+
+def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
+    def record(gradients: tuple[Tensor, ...]) -> None:
+        mark.gradient = gradients[0].detach()
+
+    return record
+
+
+def _inputs(node: Node, consumer: Mark) -> Iterator[Node | None]:
+    """Where to search on; the pattern of softsign counts as one operation on its numerator."""
+    below = [function for function, _ in node.next_functions]
+    yield from below[:1] if consumer.transfer == transfers.Softsign() else below
+
+
+def _describe(node: Node) -> str:
+    name = node.name()
+    if name in _NON_MONOTONE:
+        return f"{name.removesuffix('Backward0').lower()} is not monotone: it has no matching loss"
+    if name == "PowBackward0" and getattr(node, "_saved_exponent", None) == 2:
+        return "square"
+    short = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
+    return f"followed by {short}"
+
+
+def _is_softsign(node: Node) -> bool:
+    """``a / (1 + |a|)``, which PyTorch computes from elementary operations."""
+    if node.name() != "DivBackward0":
+        return False
+    numerator, denominator = (function for function, _ in node.next_functions)
+    if denominator is None or denominator.name() != "AddBackward0":
+        return False
+    absolute = denominator.next_functions[0][0]
+    return (
+        absolute is not None
+        and absolute.name() == "AbsBackward0"
+        and absolute.next_functions[0][0] is numerator
+    )
+
+
+def _reaches_layer(mark: Mark) -> bool:
+    seen, stack = set(), list(mark.consumers)
+    while stack:
+        consumer = stack.pop()
+        if consumer is LAYER_INPUT:
+            return True
+        if id(consumer) not in seen:
+            seen.add(id(consumer))
+            stack += consumer.consumers
+    return False
+
+
+def _leaky(slope: float) -> Transfer | None:
+    return transfers.LeakyReLU(slope) if slope >= 0 else None
+
+
+def _elu(alpha: float, scale: float, input_scale: float) -> Transfer | None:
+    if min(alpha, scale, input_scale) < 0:
+        return None
+    selu = transfers.get("selu")
+    elu = transfers.ELU(alpha, scale, input_scale)
+    return selu if vars(elu) == vars(selu) else elu
+
+
+def _clamp(low: float | None, high: float | None) -> Transfer | None:
+    if low is None:
+        return None
+    if high is None:
+        return transfers.ReLU() if low == 0 else None
+    relu6 = transfers.get("relu6")
+    return relu6 if (low, high) == relu6.domain else transfers.Hardtanh(float(low), float(high))
+
+
+def _softmax(node: Any) -> Transfer | None:
+    """Softmax over the last dimension only; autograd stores the dimension as an unsigned number."""
+    dimension, rank = node._saved_dim, node._saved_result.dim()
+    return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None
+
+
+_LOSS_TRANSFERS = {
+    "BCEWithLogitsLoss": "sigmoid",
+    "binary_cross_entropy_with_logits": "sigmoid",
+    "CrossEntropyLoss": "softmax",
+    "cross_entropy": "softmax",
+    "MSELoss": "linear",
+    "mse_loss": "linear",
+}
+
+
+def transfer_inside(loss_fn: object) -> Transfer:
+    """The transfer inside one of PyTorch's losses, given as a module or a function."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    if name not in _LOSS_TRANSFERS:
+        raise ValueError(
+            f"The transfer inside loss_fn={name} is not known. Pass output_transfer= (sigmoid, "
+            f"softmax or linear) instead. Known losses: {', '.join(_LOSS_TRANSFERS)}."
+        )
+    return transfers.get(_LOSS_TRANSFERS[name])

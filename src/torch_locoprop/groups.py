@@ -1,0 +1,87 @@
+"""Parameter groups: what a user may pass, divided into local problems and the fallback's share."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_locoprop.settings import Components, unknown
+from torch_locoprop.solvers import Numbers
+
+Group = dict[str, Any]
+FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+
+_BOOKKEEPING = ("params", "initial_lr", "fallback", "steps")
+
+
+def checked_group(
+    group: Mapping[str, Any], model: nn.Module, components: Components, predictive: bool
+) -> Group:
+    """A group with its settings checked, names for its components, and a list of parameters.
+
+    ``predictive``: the model's predictive distribution is known, so labels can be drawn from it.
+    """
+    for key in group:
+        if key not in components.settings and key not in _BOOKKEEPING:
+            raise ValueError(unknown("setting in a parameter group", key, components.settings))
+    checked = components.check(group)
+    params = group["params"]
+    params = [params] if isinstance(params, Tensor) else list(params)
+    checked["params"] = [p[1] if isinstance(p, tuple) else p for p in params]
+    own = set(model.parameters())
+    if any(p not in own for p in checked["params"]):
+        raise ValueError("A parameter group holds parameters that are not the model's.")
+    needs = components.variant(checked).target.needs | components.regularizer(checked).needs
+    if "fisher" in needs and not predictive:
+        raise ValueError(
+            f"variant={checked['variant']!r} with regularizer={checked['regularizer']!r} draws "
+            "labels from the model's predictive distribution. Say which by output_transfer= "
+            "('sigmoid', 'softmax' or 'linear') or loss_fn=."
+        )
+    return checked
+
+
+def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[Group]:
+    """The groups without parameters outside the set; groups that are left empty are dropped."""
+    inside = [
+        {**group, "params": [p for p in group["params"] if p in parameters]} for group in groups
+    ]
+    return [group for group in inside if group["params"]]
+
+
+def numbers(group: Group) -> Numbers:
+    """The solver's numbers of a group."""
+    return Numbers(group["lr"], group["momentum"], group["decay"], group["eps"])
+
+
+def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
+    """Where the local iterations start: decoupled weight decay, for weights and not for biases."""
+    if name != "weight" or group["weight_decay"] == 0:
+        return parameter.detach()
+    start: Tensor = parameter * (1 - group["lr"] * group["weight_decay"])
+    return start
+
+
+def make_fallback(
+    factory: FallbackFactory | None, params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """The optimizer of parameters with no local problem: the user's, or AdamW and a warning."""
+    if factory is None:
+        warnings.warn(
+            f"{len(params)} parameters have no local problem and get AdamW(lr=1e-3). Choose for "
+            "yourself with fallback=; print(opt.summary()) names them.",
+            stacklevel=4,
+        )
+        return torch.optim.AdamW(params, lr=1e-3)
+    fallback = factory(params)
+    if not isinstance(fallback, torch.optim.Optimizer):
+        raise TypeError(
+            f"fallback= must return a torch.optim.Optimizer, not {type(fallback).__name__}."
+        )
+    if {p for group in fallback.param_groups for p in group["params"]} != set(params):
+        raise ValueError("fallback= must make an optimizer of exactly the parameters it is given.")
+    return fallback

@@ -1,0 +1,459 @@
+"""LocoProp as a ``torch.optim.Optimizer``: after each backward pass, every layer solves its problem."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from torch_locoprop import detection
+from torch_locoprop.assignment import decide, effective_variant, give_transfers
+from torch_locoprop.capture import Capture, ServedLayer
+from torch_locoprop.fisher import running_average, second_moment
+from torch_locoprop.groups import (
+    FallbackFactory,
+    Group,
+    checked_group,
+    decayed,
+    make_fallback,
+    numbers,
+    restricted,
+)
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.settings import Components
+from torch_locoprop.solvers import SOLVERS, Solver
+from torch_locoprop.summary import layer_row, table, unserved_row
+from torch_locoprop.survey import Unserved, survey
+from torch_locoprop.transfers import Linear, Transfer, get
+from torch_locoprop.variants import VARIANTS, Variant
+
+Tensors = dict[str, Tensor]
+
+_LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
+
+
+@dataclass(frozen=True)
+class _Method:
+    """How one layer's problem is formed and solved."""
+
+    variant: Variant
+    solver: Solver
+    regularizer: Regularizer
+    local_steps: int
+
+
+class LocoProp(torch.optim.Optimizer):
+    """Trains each layer by its own local problem, and everything else by ``fallback``.
+
+    The loop is the ordinary one: ``loss.backward(); opt.step(); opt.zero_grad()``. One local step
+    with ``solver="sgd"`` is SGD with learning rate ``lr · gamma``.
+
+    Args:
+        model: the model, called as a whole or by its parts.
+        lr: step of the local solver; ``lr · gamma`` is what BackProp would call its learning rate.
+        variant: ``locoprop-s``, ``locoprop-m``, ``pocoprop-s``, ``pocoprop-m``, ``natural-s``,
+            ``proxprop``, or a :class:`~torch_locoprop.variants.Variant` of your own.
+        gamma: how far the target lies from the present activation.
+        local_steps: local iterations in each step.
+        solver: ``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (as in
+            TensorFlow), ``exact``, or a :class:`~torch_locoprop.solvers.Solver` of your own.
+        momentum, decay, eps: the solver's; ``eps`` is the start of adagrad's accumulator.
+        weight_decay: weights, not biases, shrink by ``1 − lr · weight_decay`` once a step, before
+            the local iterations.
+        local_decay: ``linear``, the rate of iteration t is ``lr · max(1 − t/T, 1/4)``; ``constant``.
+        local_reduction: ``sum`` over rows, as in the paper; ``mean``, which makes the settings
+            independent of the batch size and, told the loss by ``loss_fn``, of its reduction.
+        regularizer: None, ``l2``, ``l1``, ``fisher``, or a
+            :class:`~torch_locoprop.regularizers.Regularizer` of your own.
+        maximize: maximize the loss.
+        transfers: the transfer behind a layer, by module name, where detection should not decide.
+        output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``.
+        loss_fn: the loss itself, from which ``output_transfer`` is read.
+        fallback: makes the optimizer of the parameters that have no local problem. Without it they
+            get ``AdamW(lr=1e-3)`` and you get a warning.
+        param_groups: as in ``torch.optim``: a part of the model, or other settings for some layers.
+            Any number or name above may stand in a group.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float = 1e-5,  # η
+        *,
+        variant: str | Variant = "locoprop-m",
+        gamma: float = 10.0,  # γ
+        local_steps: int = 10,  # T
+        solver: str | Solver = "rmsprop",
+        momentum: float = 0.999,  # μ or β₁
+        decay: float = 0.9,  # ρ or β₂
+        eps: float = 1e-5,  # ε
+        weight_decay: float = 0.0,
+        local_decay: str = "linear",
+        local_reduction: str = "sum",
+        regularizer: str | Regularizer | None = None,
+        maximize: bool = False,
+        transfers: Mapping[str, str | Transfer] | None = None,
+        output_transfer: str | Transfer | None = None,
+        loss_fn: Callable[..., Any] | None = None,
+        fallback: FallbackFactory | None = None,
+        param_groups: Iterable[Mapping[str, Any]] | None = None,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"LocoProp takes the model itself, not {type(model).__name__}: the local problems "
+                "need the layers. Pass the nn.Module, and param_groups= to train a part of it."
+            )
+        self._model = model
+        self._components = Components()
+        self._given_transfers = dict(transfers or {})
+        self._output_transfer = None if output_transfer is None else get(output_transfer)
+        self._loss_transfer = None if loss_fn is None else detection.transfer_inside(loss_fn)
+        self._loss_sums = getattr(loss_fn, "reduction", "mean") == "sum"
+        self._fallback: torch.optim.Optimizer | None = None
+        self._fallback_factory = fallback
+        self._warned: set[str] = set()
+        self._attached = False
+        defaults = {
+            "lr": lr,
+            "gamma": gamma,
+            "local_steps": local_steps,
+            "momentum": momentum,
+            "decay": decay,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "variant": variant,
+            "solver": solver,
+            "regularizer": regularizer,
+            "local_decay": local_decay,
+            "local_reduction": local_reduction,
+            "maximize": maximize,
+            "fallback": False,  # whose group it is
+            "steps": 0,  # taken so far
+        }
+        defaults = self._components.check(defaults)
+        groups = [{"params": list(model.parameters())}] if param_groups is None else param_groups
+        checked = [self._checked({**defaults, **group}) for group in groups]
+        given = {p for group in checked for p in group["params"]}
+        served, unserved = survey(model, given)
+        give_transfers(served, self._given_transfers)
+        _check_any_served(served, unserved)
+        local = {p for layer in served for p in layer.tensors.values()} & given
+        super().__init__(restricted(checked, local), defaults)
+        self._attach()
+        self._add_to_fallback([p for group in checked for p in group["params"] if p not in local])
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Any]) -> Any: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Solve every layer's local problem and write the solutions; then step the fallback."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            self._capture.trace_loss(loss)
+        self._check_captured()
+        group_of = self._group_of()
+        for layer in self._layers:
+            if layer.calls and (layer.explicit or not layer.decided):
+                decide(layer, self._output_transfer, self._loss_transfer)
+        loss_terms = self._loss_terms()
+        for layer in self._layers:
+            if any(p.grad is not None and p in group_of for p in layer.tensors.values()):
+                self._solve(layer, group_of, loss_terms)
+        self._capture.clear()
+        for group in self._local_groups():
+            group["steps"] += 1
+        if self._fallback is not None:
+            self._fallback.step()
+        self._plan_capture()
+        self._report_skips()
+        return loss
+
+    def _solve(
+        self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], loss_terms: int
+    ) -> None:
+        """Form one layer's local problem, solve it, and write the solution."""
+        trained = {
+            name: p for name, p in layer.tensors.items() if p.grad is not None and p in group_of
+        }
+        owner = next(iter(trained.values()))
+        group = group_of[owner]
+        method = self._method(layer, group)
+        target = method.variant.target
+        x = layer.inputs()
+        mean = group["local_reduction"] == "mean"
+        scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
+        fisher = self._fisher(layer, method, self.state[owner].get("fisher"))
+        problem = LocalProblem(
+            layer=layer.kind,
+            x=x,
+            start={name: decayed(name, p, group_of[p]) for name, p in trained.items()},
+            fixed={name: p for name, p in layer.tensors.items() if name not in trained},
+            backprop={name: _scaled(p.grad, scale) for name, p in trained.items()},
+            target=target,
+            loss=method.variant.loss,
+            transfer=layer.transfer or Linear(),
+            gamma=group["gamma"],
+            eta=group["lr"],
+            regularizer=method.regularizer,
+            row_weight=1 / max(len(x), 1) if mean else 1.0,
+            g=layer.gradients() if "g" in target.needs else None,
+            v=layer.post_gradients() if "v" in target.needs else None,
+            fisher=fisher,
+        )
+        new, states = method.solver.solve(
+            problem,
+            {name: dict(self.state[p]) for name, p in trained.items()},
+            {name: numbers(group_of[p]) for name, p in trained.items()},
+            method.local_steps,
+            group["local_decay"],
+        )
+        if fisher is not None:
+            states[next(iter(trained))]["fisher"] = fisher
+        self._write(layer, new, states)
+
+    def _method(self, layer: ServedLayer, group: Group) -> _Method:
+        """What serves a layer in this step."""
+        variant, _ = effective_variant(self._components.variant(group), layer)
+        method = _Method(
+            variant,
+            self._components.solver(group),
+            self._components.regularizer(group),
+            group["local_steps"],
+        )
+        if variant.output_by_gradient_descent and layer.is_output:
+            return _Method(variant, SOLVERS["sgd"], REGULARIZERS["none"], local_steps=1)
+        if not layer.calls:
+            self._warn_once(
+                layer.name,
+                f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
+                "functional use of its weight?). Such a layer takes one BackProp step.",
+            )
+            return replace(method, variant=VARIANTS["locoprop-s"], local_steps=1)
+        return method
+
+    def _fisher(self, layer: ServedLayer, method: _Method, running: Tensor | None) -> Tensor | None:
+        """The running Fisher matrix of the pre-activations, where anything asks for it."""
+        asking: Any = method.variant.target
+        if "fisher" not in asking.needs:
+            asking = method.regularizer
+        if "fisher" not in asking.needs:
+            return None
+        sampled = layer.sampled()
+        if sampled is not None:
+            return running_average(running, second_moment(sampled), asking.decay)
+        if running is None:
+            raise RuntimeError(
+                f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
+                "model(x), so that labels can be drawn from its output."
+            )
+        return running
+
+    def _write(self, layer: ServedLayer, new: Tensors, states: dict[str, Tensors]) -> None:
+        """Write a solution and its state; if anything in them is not finite, write nothing."""
+        values = [*new.values(), *(value for state in states.values() for value in state.values())]
+        device = values[0].device
+        ok = torch.stack([value.isfinite().all().to(device) for value in values]).all()
+        layer.skips = layer.skips + (~ok).long()
+        for name, value in new.items():
+            parameter = layer.tensors[name]
+            parameter.copy_(torch.where(ok, value, parameter))
+            state = self.state[parameter]
+            if state.keys() >= states[name].keys():
+                for key, entry in states[name].items():
+                    state[key] = torch.where(ok.to(entry.device), entry, state[key])
+            elif bool(ok):
+                state.update(states[name])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._capture.clear()
+
+    def summary(self) -> str:
+        """A table of all modules with parameters: what serves them, or why they fall back."""
+        groups = self._group_of()
+        rows = [
+            layer_row(layer, self._components.variant(groups[layer.given[0]]))
+            for layer in self._layers
+        ]
+        known = {p for group in self.param_groups for p in group["params"]}
+        for module in self._unserved:
+            trained = self._fallback is not None and known.issuperset(module.parameters)
+            rows.append(unserved_row(module, type(self._fallback).__name__ if trained else "–"))
+        counts = [sum(p.numel() for p in layer.tensors.values()) for layer in self._layers]
+        total = sum(p.numel() for p in self._model.parameters())
+        footer = f"{len(rows)} modules; {sum(counts):,} of {total:,} parameters in local problems"
+        skipped = sum(self.skipped_updates.values())
+        return table(
+            rows, footer + (f"; {skipped} updates skipped as not finite" if skipped else "")
+        )
+
+    @property
+    def skipped_updates(self) -> dict[str, int]:
+        """How often each layer's local solution was not finite and so was not written."""
+        return {layer.name: int(layer.skips) for layer in self._layers}
+
+    # ---- torch.optim's contract ----------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; parameters of it that have no local problem go to the fallback."""
+        if not self._attached:  # called by the constructor, which has checked and divided them
+            super().add_param_group(param_group)
+            return
+        group = self._checked({**self.defaults, **param_group})
+        known = {p for own in self.param_groups for p in own["params"]}
+        if known & set(group["params"]):
+            raise ValueError("some parameters appear in more than one parameter group")
+        served, _ = survey(self._model, known | set(group["params"]))
+        local = {p for layer in served for p in layer.tensors.values()}
+        for part in restricted([group], local):
+            super().add_param_group(part)
+        self._attach()
+        self._add_to_fallback([p for p in group["params"] if p not in local])
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for group in state_dict["param_groups"]:
+            if not group.get("fallback"):
+                self._components.check({**self.defaults, **group})
+        super().load_state_dict(state_dict)
+        self._link_fallback()
+        self._plan_capture()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = (
+            "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
+            "_fallback _warned"
+        )
+        return {
+            "_fallback_factory": None,
+            **super().__getstate__(),
+            **{name: getattr(self, name) for name in kept.split()},
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "_model" in state:
+            self._attach()
+            self._link_fallback()
+
+    # ---- plumbing ------------------------------------------------------------------------------
+
+    def _attach(self) -> None:
+        """Find the layers of the model and put the hooks on them."""
+        given = {p for group in self.param_groups for p in group["params"]}
+        self._layers, self._unserved = survey(self._model, given)
+        give_transfers(self._layers, self._given_transfers)
+        output_transfer = self._output_transfer or self._loss_transfer
+        self._capture = Capture(self._model, self._layers, output_transfer)
+        self._attached = True
+        self._plan_capture()
+
+    def _plan_capture(self) -> None:
+        """Tell the hooks what the next step will need of each layer."""
+        steps = next(group["steps"] for group in self._local_groups())
+        group_of = self._group_of()
+        draw = False
+        for layer in self._layers:
+            group = group_of[layer.given[0]]
+            variant, _ = effective_variant(self._components.variant(group), layer)
+            regularizer = self._components.regularizer(group)
+            layer.needs = variant.target.needs | regularizer.needs
+            draw |= "fisher" in regularizer.needs
+            draw |= "fisher" in layer.needs and steps % getattr(variant.target, "every", 1) == 0
+        self._capture.sample_seed = steps if draw else None
+
+    def _local_groups(self) -> list[Group]:
+        return [group for group in self.param_groups if not group["fallback"]]
+
+    def _group_of(self) -> dict[nn.Parameter, Group]:
+        return {p: group for group in self._local_groups() for p in group["params"]}
+
+    def _checked(self, group: Mapping[str, Any]) -> Group:
+        predictive = bool(self._output_transfer or self._loss_transfer)
+        return checked_group(group, self._model, self._components, predictive)
+
+    def _add_to_fallback(self, params: list[nn.Parameter]) -> None:
+        if not params:
+            return
+        if self._fallback is not None:
+            self._fallback.add_param_group({"params": params})
+        else:
+            self._fallback = make_fallback(self._fallback_factory, params)
+            self.state.update(self._fallback.state)
+        for group in self._fallback.param_groups:
+            if not any(group is own for own in self.param_groups):
+                group["fallback"] = True
+                self.param_groups.append(group)
+        self._link_fallback()
+
+    def _link_fallback(self) -> None:
+        """The fallback works on our groups and states, so schedulers and state dicts see all."""
+        if self._fallback is not None:
+            self._fallback.param_groups = [g for g in self.param_groups if g["fallback"]]
+            self._fallback.state = self.state
+
+    def _check_captured(self) -> None:
+        if not any(
+            layer.calls and p.grad is not None for layer in self._layers for p in layer.trained
+        ):
+            raise RuntimeError(
+                "No layer recorded a backward pass since the last step, so there is nothing to "
+                "solve. Call loss.backward() before step() and zero_grad() after it, and compute "
+                "the loss with the model this optimizer was made for, with gradients enabled."
+            )
+
+    def _loss_terms(self) -> int:
+        """How many terms a loss that sums has: rows, times features unless it is a softmax."""
+        if not self._loss_sums:
+            return 1
+        terms = 0
+        for layer in self._layers:
+            if layer.calls and layer.is_output:
+                classes = layer.transfer is not None and not layer.transfer.elementwise
+                width = 1 if classes else layer.tensors["weight"].shape[0]
+                terms += width * sum(len(layer.kind.rows(call.x)) for call in layer.calls)
+        return max(terms, 1)
+
+    def _report_skips(self) -> None:
+        """Warn of skipped updates once; on an accelerator, look only now and then."""
+        counters = [layer.skips for layer in self._layers if isinstance(layer.skips, Tensor)]
+        steps = next(group["steps"] for group in self._local_groups())
+        if any(counter.is_cpu or steps % _LOOK_EVERY == 0 for counter in counters) and any(
+            int(counter) for counter in counters
+        ):
+            names = [name for name, count in self.skipped_updates.items() if count]
+            self._warn_once(
+                "skipped",
+                f"The local solution of {', '.join(map(repr, names))} was not finite and was not "
+                "written; the layer keeps its weights. A smaller lr or gamma usually helps. Further "
+                "cases are counted in opt.skipped_updates without a warning.",
+            )
+
+    def _warn_once(self, topic: str, message: str) -> None:
+        if topic not in self._warned:
+            self._warned.add(topic)
+            warnings.warn(message, stacklevel=4)
+
+
+def _check_any_served(served: list[ServedLayer], unserved: list[Unserved]) -> None:
+    if not served:
+        reasons = "; ".join(f"{m.name or 'model'} ({m.kind}): {m.reason}" for m in unserved[:5])
+        raise ValueError(
+            "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
+            f"{reasons or 'It has no parameters.'}"
+        )
+
+
+def _scaled(gradient: Tensor | None, scale: float) -> Tensor:
+    assert gradient is not None
+    return gradient if scale == 1 else scale * gradient

@@ -1,0 +1,111 @@
+"""One layer's local problem, in tensors: no module, no hook, no parameter group.
+
+With ``a(W̃) = X W̃ᵀ + b̃`` and the residual ``δ(a)`` of the local loss, the gradient is
+
+    ∇D(W̃) = δ₀ᵀX + (δ(a(W̃)) − δ(a₀))ᵀX ,
+
+and the first term is known before any matrix product: for a target that follows BackProp it is
+``γ G`` with the ordinary gradient ``G``. The first local iteration therefore is BackProp to the last
+bit, and the problem sees whatever was done to ``G`` (clipping, averaging, a penalty on the weights).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.layers import Layer
+from torch_locoprop.losses import LocalLoss
+from torch_locoprop.regularizers import Metric, Regularizer
+from torch_locoprop.targets import Target
+from torch_locoprop.transfers import Transfer
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class LocalProblem:
+    """``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer."""
+
+    layer: Layer
+    x: Tensor  # [..., rows, n], the layer's input
+    start: Tensors  # W: the trained ones of "weight" [..., d, n] and "bias" [..., d]
+    fixed: Tensors  # the frozen ones
+    backprop: Tensors  # G: the ordinary gradient of each tensor in start
+    target: Target
+    loss: LocalLoss
+    transfer: Transfer
+    gamma: float  # γ
+    eta: float  # η of the group, before the decay over local iterations
+    regularizer: Regularizer
+    row_weight: float = 1.0  # 1: sum over rows, as the paper; 1/rows: their mean
+    g: Tensor | None = None  # [..., rows, d], ∂L/∂a where the target asks for it
+    v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
+    fisher: Tensor | None = None  # [..., d, d], of the pre-activations
+
+    @cached_property
+    def a0(self) -> Tensor:
+        """The pre-activations at the start."""
+        return self.layer.forward(self.x, **self.start, **self.fixed)
+
+    @cached_property
+    def target_rows(self) -> Tensor:
+        return self.target(self.a0, self.transfer, self.g, self.v, self.gamma)
+
+    @cached_property
+    def delta0(self) -> Tensor:
+        """The residual at the start."""
+        return self.loss.residual(self.a0, self.target_rows, self.transfer)
+
+    @cached_property
+    def first_gradient(self) -> Tensors:
+        """``δ₀ᵀX``."""
+        known = self.target.first_gradient(self.backprop, self.gamma, self.fisher)
+        return self._weight_grad(self.delta0) if known is None else known
+
+    @cached_property
+    def metric(self) -> Metric | None:
+        """The Fisher metric of the layer where the regularizer asks for it."""
+        if self.fisher is None or "fisher" not in self.regularizer.needs:
+            return None
+        x = self.inputs
+        return Metric(self.fisher, x.mT @ x / x.shape[-2])
+
+    @cached_property
+    def inputs(self) -> Tensor:
+        """The rows that multiply the trained columns ``[W b]``."""
+        return self.layer.inputs(self.x, "weight" in self.start, "bias" in self.start)
+
+    def gradient(self, at: Tensors) -> Tensors:
+        """The gradient of the local loss, without the regularizer."""
+        delta = self.loss.residual(
+            self.layer.forward(self.x, **at, **self.fixed), self.target_rows, self.transfer
+        )
+        change = self._weight_grad(delta - self.delta0)
+        return {
+            name: first + self.row_weight * change[name]
+            for name, first in self.first_gradient.items()
+        }
+
+    def displacement(self, at: Tensors) -> Tensors:
+        return {name: value - self.start[name] for name, value in at.items()}
+
+    def objective(self, at: Tensors) -> Tensor:
+        """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature."""
+        a = self.layer.forward(self.x, **at, **self.fixed)
+        beyond_linear = (
+            self.loss.value(a, self.target_rows, self.transfer)
+            - self.loss.value(self.a0, self.target_rows, self.transfer)
+            - (self.delta0 * (a - self.a0)).sum(-1)
+        ).sum()
+        moved = self.displacement(at)
+        linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
+        penalty = self.regularizer.value(moved, self.eta, self.metric)
+        return linear + self.row_weight * beyond_linear + penalty
+
+    def _weight_grad(self, delta: Tensor) -> Tensors:
+        gradient = self.layer.weight_grad(self.x, delta)
+        return {name: gradient[name] for name in self.start}

@@ -1,0 +1,157 @@
+"""What may stand in a parameter group: its checks, and the components its names stand for.
+
+Groups hold numbers and strings only, so that a state dict loads with ``weights_only=True``. A user's
+own variant, solver or regularizer is remembered under its name; the group holds the name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from torch_locoprop.losses import LocalLoss
+from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.solvers import LOCAL_DECAYS, SOLVERS, Solver
+from torch_locoprop.solvers.exact import Exact
+from torch_locoprop.targets import Target
+from torch_locoprop.variants import VARIANTS, Variant
+
+LOCAL_REDUCTIONS = ("sum", "mean")
+
+# name: (lowest, whether it may be reached, the bound above, which may not)
+_NUMBERS = {
+    "lr": (0.0, True, math.inf),
+    "gamma": (0.0, False, math.inf),
+    "momentum": (0.0, True, 1.0),
+    "decay": (0.0, True, 1.0),
+    "eps": (0.0, True, math.inf),
+    "weight_decay": (0.0, True, math.inf),
+}
+
+_CHOICES = {"local_decay": LOCAL_DECAYS, "local_reduction": LOCAL_REDUCTIONS}
+
+
+class Components:
+    """The variants, solvers and regularizers that names stand for: built-in ones and the user's."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, tuple[type, dict[str, Any]]] = {
+            "variant": (Variant, dict(VARIANTS)),
+            "solver": (Solver, dict(SOLVERS)),
+            "regularizer": (Regularizer, dict(REGULARIZERS)),
+        }
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Everything a group may override."""
+        return (*_NUMBERS, "local_steps", "maximize", *_CHOICES, *self._roles)
+
+    def variant(self, group: Mapping[str, Any]) -> Variant:
+        variant: Variant = self._find("variant", group["variant"])
+        return variant
+
+    def solver(self, group: Mapping[str, Any]) -> Solver:
+        solver: Solver = self._find("solver", group["solver"])
+        return solver
+
+    def regularizer(self, group: Mapping[str, Any]) -> Regularizer:
+        regularizer: Regularizer = self._find("regularizer", group["regularizer"])
+        return regularizer
+
+    def check(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Check a whole group and return it with every component replaced by its name."""
+        named = {**group, **{role: self._name(role, group[role]) for role in self._roles}}
+        for name, (low, may_equal, high) in _NUMBERS.items():
+            check_number(name, group[name], low, may_equal, high)
+        steps = group["local_steps"]
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"Invalid local_steps={steps!r}. Must be an integer >= 1.")
+        for name, choices in _CHOICES.items():
+            if group[name] not in choices:
+                raise ValueError(unknown(name, group[name], choices))
+        if not isinstance(group["maximize"], bool):
+            raise ValueError(f"Invalid maximize={group['maximize']!r}. Must be True or False.")
+        self._check_together(named)
+        return named
+
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        variant, solver = self.variant(group), self.solver(group)
+        if group["solver"] == "adagrad" and not group["eps"] > 0:
+            raise ValueError(
+                f"Invalid eps={group['eps']}. Must be > 0: with solver='adagrad' it is the start "
+                "of the accumulator that gradients are divided by."
+            )
+        if isinstance(solver, Exact):
+            if not variant.loss.closed_form:
+                raise ValueError(
+                    f"Variant {variant.name!r} has no closed form: solver='exact' does not apply. "
+                    "Use a first-order solver, or variant='locoprop-s', 'locoprop-m', 'natural-s' "
+                    "or 'proxprop'."
+                )
+            if group["regularizer"] not in ("none", "l2"):
+                raise ValueError(
+                    f"solver='exact' solves the problem with the L2 regularizer; "
+                    f"regularizer={group['regularizer']!r} needs a first-order solver."
+                )
+
+    def _name(self, role: str, value: object) -> str:
+        cls, known = self._roles[role]
+        if value is None and role == "regularizer":
+            return "none"
+        if isinstance(value, str):
+            if value not in known:
+                raise ValueError(unknown(role, value, known))
+            return value
+        if not isinstance(value, cls):
+            raise TypeError(
+                f"Invalid {role}={value!r}. Expected one of {', '.join(known)}, or an instance of "
+                f"torch_locoprop's {cls.__name__}."
+            )
+        if isinstance(value, Variant):
+            _check_instance("target", value.target, Target)
+            _check_instance("loss", value.loss, LocalLoss)
+        return _remember(value, known)
+
+    def _find(self, role: str, name: str) -> Any:
+        return self._roles[role][1][name]
+
+
+def check_number(name: str, value: object, low: float, may_equal: bool, high: float) -> None:
+    """Raise unless ``low <= value < high`` (``low < value`` if the bound may not be reached)."""
+    bound = f"{'>=' if may_equal else '>'} {low:g}" + (
+        f" and < {high:g}" if high < math.inf else ""
+    )
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        raise ValueError(f"Invalid {name}={value!r}. Must be a number {bound}.")
+    inside = low <= number < high if may_equal else low < number < high
+    if not inside or not math.isfinite(number):
+        raise ValueError(f"Invalid {name}={value}. Must be finite and {bound}.")
+
+
+def unknown(role: str, value: object, known: Iterable[str]) -> str:
+    """The message for a name that nobody knows."""
+    names = list(known)
+    close = difflib.get_close_matches(str(value), names, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"Unknown {role} {value!r}.{hint} Known: {', '.join(names)}."
+
+
+def _check_instance(role: str, value: object, cls: type) -> None:
+    if not isinstance(value, cls):
+        raise TypeError(f"Invalid {role}={value!r} in a variant. Must be a {cls.__name__}.")
+
+
+def _remember(value: Any, known: dict[str, Any]) -> str:
+    """The name under which an object is known; the same in every run that builds the same groups."""
+    base = str(getattr(value, "name", type(value).__name__))
+    name, number = base, 1
+    while name in known and known[name] != value:
+        number += 1
+        name = f"{base}-{number}"
+    known[name] = value
+    return name

@@ -1,0 +1,150 @@
+"""Closed forms of the local problem with the proximal term ``‖W̃ − W‖²/2η``.
+
+With ``C = XᵀX`` and ``γG`` the gradient at the start (``γ D⁻¹ G`` for the natural target, which makes
+this the K-FAC update), the squared loss gives the implicit-gradient update
+
+    Δ (I + η C) = −η γ G ,
+
+and the matching loss, linearised as in Proposition 3 with the Hessian H of F, the Sylvester equation
+
+    Δ + η H Δ C = −η γ G .
+
+H belongs to one row. For a batch its mean over the rows is used: an approximation, exact for one row
+and for transfers of constant slope.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.fisher import cholesky, damped, running_average
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import join, split
+from torch_locoprop.solvers.base import Numbers, Solver, Tensors
+
+
+@dataclass(frozen=True)
+class Exact(Solver):
+    """The exact solution, optionally on a running average of ``C`` refactored every k steps.
+
+    Plain ``Exact()`` solves each batch's own problem, in the system of inputs or of rows, whichever
+    is smaller. With ``decay``, C is a running average over steps. With ``every=k`` the factorisation
+    is renewed every k steps. With ``damping`` the proximal weight 1/η is replaced by ``damping`` times
+    the mean diagonal of C, and lr becomes the length of the step: ``Δ = −lr γ G (C + λI)⁻¹``.
+    """
+
+    decay: float = 0.0
+    every: int = 1
+    damping: float | None = None
+    name = "exact"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ValueError(f"Invalid decay={self.decay}. Must be in [0, 1).")
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"Invalid every={self.every}. Must be an integer >= 1.")
+        if self.damping is not None and not self.damping > 0:
+            raise ValueError(f"Invalid damping={self.damping}. Must be > 0, or None.")
+
+    def solve(
+        self,
+        problem: LocalProblem,
+        states: dict[str, Tensors],
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        local_decay: str,
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        owner = "weight" if "weight" in problem.start else "bias"
+        eta, state = numbers[owner].lr, states[owner]
+        gradient = join(problem.first_gradient)
+        bent = problem.loss.uses_transfer
+        h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
+        if self.every == 1 and self.decay == 0 and self.damping is None:
+            x = problem.inputs * problem.row_weight**0.5
+            found = implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
+        else:
+            found, state = self._on_running_gram(problem, gradient, h, state, eta)
+        moved = split(found, problem.start)
+        new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
+        return new, {**states, owner: state}
+
+    def _on_running_gram(
+        self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: float
+    ) -> tuple[Tensor, Tensors]:
+        """The solution with C and its factorisation kept in the state."""
+        step = state.get("step", torch.zeros((), dtype=torch.float32))
+        renew = int(step.item()) % self.every == 0
+        gram = state.get("gram")
+        if gram is None or renew or self.decay > 0:
+            x = problem.inputs
+            gram = running_average(gram, problem.row_weight * (x.mT @ x), self.decay)
+        kept: Tensors = {"step": step + 1, "gram": gram}
+        if h is None:
+            kept["factor"] = cholesky(self._system(gram, eta)) if renew else state["factor"]
+            return -eta * torch.cholesky_solve(gradient.mT, kept["factor"]).mT, kept
+        if renew:
+            kept["eigenvalues"], kept["eigenvectors"] = eigh(gram)
+        else:
+            kept["eigenvalues"], kept["eigenvectors"] = state["eigenvalues"], state["eigenvectors"]
+        values, basis = kept["eigenvalues"], kept["eigenvectors"]
+        if self.damping is None:
+            return -eta * _sylvester_in_basis(gradient, eta * values, basis, 1.0, h), kept
+        shift = self.damping * values.mean(-1)[..., None, None]
+        return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
+
+    def _system(self, gram: Tensor, eta: float) -> Tensor:
+        if self.damping is not None:
+            return damped(gram, self.damping)
+        return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
+
+
+def implicit_step(gradient: Tensor, x: Tensor, eta: float) -> Tensor:
+    """Δ of ``Δ (I + η XᵀX) = −η G``: G ``[..., d, n]``, X ``[..., rows, n]``."""
+    rows, n = x.shape[-2:]
+    if rows >= n:
+        system = torch.eye(n, dtype=x.dtype, device=x.device) + eta * (x.mT @ x)
+        return -eta * torch.cholesky_solve(gradient.mT, cholesky(system)).mT
+    system = torch.eye(rows, dtype=x.dtype, device=x.device) + eta * (x @ x.mT)
+    inner = torch.cholesky_solve(x @ gradient.mT, cholesky(system)).mT
+    return -eta * (gradient - eta * inner @ x)
+
+
+def sylvester(gradient: Tensor, x: Tensor, eta: float, h: Tensor) -> Tensor:
+    """Δ of ``Δ + η H Δ XᵀX = −η G`` with H ``[..., d]`` (diagonal) or ``[..., d, d]``."""
+    rows, n = x.shape[-2:]
+    if rows >= n:
+        values, basis = eigh(x.mT @ x)
+        return -eta * _sylvester_in_basis(gradient, eta * values, basis, 1.0, h)
+    values, left = eigh(x @ x.mT)
+    # Right singular vectors of the rows that carry anything; outside their span Δ = −η G.
+    negligible = values <= values.amax(-1, keepdim=True) * rows * torch.finfo(x.dtype).eps
+    basis = x.mT @ (left / values.masked_fill(negligible, torch.inf).sqrt().unsqueeze(-2))
+    outside = gradient - gradient @ basis @ basis.mT
+    return -eta * (outside + _sylvester_in_basis(gradient, eta * values, basis, 1.0, h))
+
+
+def _sylvester_in_basis(
+    gradient: Tensor, values: Tensor, basis: Tensor, shift: float | Tensor, h: Tensor
+) -> Tensor:
+    """``Σ`` of ``shift·Σ + H Σ C = G`` in the span of ``basis``, C = basis diag(values) basisᵀ."""
+    inside = gradient @ basis
+    if h.dim() < gradient.dim():
+        return inside / (shift + h.unsqueeze(-1) * values.unsqueeze(-2)) @ basis.mT
+    slopes, frame = eigh(h)
+    solved = (frame.mT @ inside) / (shift + slopes.unsqueeze(-1) * values.unsqueeze(-2))
+    return frame @ solved @ basis.mT
+
+
+def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues (negative rounding removed) and vectors; NaN where the matrix is not finite."""
+    if not bool(matrix.isfinite().all()):
+        return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
+    try:
+        values, vectors = torch.linalg.eigh(matrix)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        precise, frame = torch.linalg.eigh(matrix.double())
+        values, vectors = precise.to(matrix.dtype), frame.to(matrix.dtype)
+    return values.clamp_min(0), vectors

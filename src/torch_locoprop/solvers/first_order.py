@@ -1,0 +1,138 @@
+"""First-order solvers with TensorFlow's semantics, which differ from ``torch.optim``'s.
+
+Each step takes a gradient and a state and returns what to subtract from the tensor and the new
+state. Nothing is changed in place; leading dimensions are free.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
+
+
+class FirstOrder(Solver):
+    """T iterations ``W ← W − step(∇D(W))``; subclass and give ``init`` and ``step``."""
+
+    def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
+        """The state before the first step."""
+        return {}
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        """Return what to subtract, and the new state."""
+        raise NotImplementedError
+
+    def solve(
+        self,
+        problem: LocalProblem,
+        states: dict[str, Tensors],
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        local_decay: str,
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        regularizer = problem.regularizer
+        at = dict(problem.start)
+        states = {
+            name: {**self.init(tensor, numbers[name]), **states[name]}
+            for name, tensor in at.items()
+        }
+        for t in range(local_steps):
+            gradient = problem.first_gradient if t == 0 else problem.gradient(at)
+            direction = regularizer.direction(
+                gradient, problem.displacement(at), problem.eta, problem.metric
+            )
+            rate = local_rate(t, local_steps, local_decay)
+            for name in at:
+                local = replace(numbers[name], lr=numbers[name].lr * rate)
+                change, states[name] = self.step(direction[name], states[name], local)
+                at[name] = at[name] - change
+                if regularizer.has_prox:
+                    start = problem.start[name]
+                    at[name] = start + regularizer.prox(at[name] - start, local.lr)
+        return at, states
+
+
+class Sgd(FirstOrder):
+    """``w ← w − η g``."""
+
+    name = "sgd"
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        return numbers.lr * gradient, state
+
+
+class Momentum(FirstOrder):
+    """``m ← μ m + g``, ``w ← w − η m``."""
+
+    name = "momentum"
+
+    def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
+        return {"momentum": torch.zeros_like(tensor)}
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        m = numbers.momentum * state["momentum"] + gradient
+        return numbers.lr * m, {"momentum": m}
+
+
+class Nesterov(Momentum):
+    """``m ← μ m + g``, ``w ← w − η (g + μ m)``."""
+
+    name = "nesterov"
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        m = numbers.momentum * state["momentum"] + gradient
+        return numbers.lr * (gradient + numbers.momentum * m), {"momentum": m}
+
+
+class Adagrad(FirstOrder):
+    """``v ← v + g²`` from v₀ = ε, ``w ← w − η g / √v``."""
+
+    name = "adagrad"
+
+    def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
+        return {"square": torch.zeros_like(tensor) + numbers.eps}
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        v = state["square"] + gradient.square()
+        return numbers.lr * gradient / v.sqrt(), {"square": v}
+
+
+class RmsProp(FirstOrder):
+    """``v ← ρ v + (1−ρ) g²`` from v₀ = 1, ``m ← μ m + η g / √(v + ε)``, ``w ← w − m``."""
+
+    name = "rmsprop"
+
+    def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
+        return {"square": torch.ones_like(tensor), "momentum": torch.zeros_like(tensor)}
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        v = numbers.decay * state["square"] + (1 - numbers.decay) * gradient.square()
+        scaled = numbers.lr * gradient / (v + numbers.eps).sqrt()
+        m = numbers.momentum * state["momentum"] + scaled
+        return m, {"square": v, "momentum": m}
+
+
+class Adam(FirstOrder):
+    """``w ← w − η √(1−β₂ᵗ)/(1−β₁ᵗ) · m / (√v + ε)``; t counts local iterations over all steps."""
+
+    name = "adam"
+
+    def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
+        return {
+            "step": torch.zeros((), dtype=torch.float32),
+            "square": torch.zeros_like(tensor),
+            "momentum": torch.zeros_like(tensor),
+        }
+
+    def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
+        step = state["step"] + 1
+        t = step.item()
+        m = numbers.momentum * state["momentum"] + (1 - numbers.momentum) * gradient
+        v = numbers.decay * state["square"] + (1 - numbers.decay) * gradient.square()
+        rate = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
+        change = rate * m / (v.sqrt() + numbers.eps)
+        return change, {"step": step, "square": v, "momentum": m}

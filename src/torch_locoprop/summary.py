@@ -1,0 +1,47 @@
+"""The table that ``opt.summary()`` prints: a row for every module with parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from torch_locoprop.assignment import effective_variant
+from torch_locoprop.capture import ServedLayer
+from torch_locoprop.survey import Unserved
+from torch_locoprop.variants import Variant
+
+HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
+
+
+def layer_row(layer: ServedLayer, asked_for: Variant) -> tuple[str, ...]:
+    """A layer with a local problem."""
+    variant, note = effective_variant(asked_for, layer)
+    transfer = layer.transfer.name if layer.transfer else ("none" if layer.decided else "?")
+    if not layer.decided:
+        note = "transfer is detected in the first step"
+    if not layer.trained:
+        note = "frozen"
+    shape = _shapes([layer.tensors["weight"]])
+    return layer.name or "(model)", layer.kind.kind, shape, transfer, variant.name, note
+
+
+def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:
+    """A module without a local problem, and who trains it."""
+    shapes = _shapes(module.parameters)
+    return module.name or "(model)", module.kind, shapes, "–", trained_by, module.reason
+
+
+def table(rows: Sequence[Sequence[str]], footer: str) -> str:
+    """Rows under :data:`HEADER`, columns padded to their widest entry."""
+    widths = [max(len(row[i]) for row in (HEADER, *rows)) for i in range(len(HEADER))]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (HEADER, *rows)
+    ]
+    rule = "  ".join("-" * width for width in widths)
+    return "\n".join([lines[0], rule, *lines[1:], "", footer])
+
+
+def _shapes(parameters: Iterable[nn.Parameter]) -> str:
+    return ", ".join("×".join(map(str, p.shape)) for p in parameters)

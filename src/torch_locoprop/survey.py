@@ -1,0 +1,62 @@
+"""Goes through a model once: which layers have a local problem, and why the others have none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from torch_locoprop.capture import ServedLayer
+from torch_locoprop.layers import layer_kind
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """The parameters of one module, none of which has a local problem."""
+
+    name: str
+    kind: str
+    reason: str
+    parameters: tuple[nn.Parameter, ...]
+
+
+def survey(model: nn.Module, given: set[nn.Parameter]) -> tuple[list[ServedLayer], list[Unserved]]:
+    """Every parameter of the model ends up in exactly one of the two lists.
+
+    ``given`` are the parameters the optimizer was asked to train.
+    """
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            _check_initialized(name, parameter)
+            owners.setdefault(parameter, []).append(name)
+    served: list[ServedLayer] = []
+    unserved: list[Unserved] = []
+    for name, module in model.named_modules():
+        mine = [p for p in module.parameters(recurse=False) if owners[p][0] == name]
+        kind = layer_kind(module)
+        reason = kind.refuses(module) if kind else "no local problem for this kind of module"
+        ours = [p for p in mine if p in given]
+        reason = reason or _tied(module, owners)
+        reason = reason or ("not given to this optimizer" if not ours else None)
+        if kind and reason is None:
+            served.append(ServedLayer(name, module, kind, ours))
+        elif mine:
+            unserved.append(Unserved(name, type(module).__name__, str(reason), tuple(mine)))
+    return served, unserved
+
+
+def _check_initialized(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(
+            f"Module {name!r} has parameters that are not initialized yet. Run one forward pass "
+            "through the model before making the optimizer."
+        )
+
+
+def _tied(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str | None:
+    for parameter in module.parameters(recurse=False):
+        if len(owners[parameter]) > 1:
+            return f"tied: a parameter is shared by {', '.join(map(repr, owners[parameter]))}"
+    return None

@@ -1,0 +1,92 @@
+"""One local iteration is a BackProp step: every variant, transfer, input shape, with and without bias."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cases import (
+    ACTIVATIONS,
+    BACKPROP_VARIANTS,
+    assert_close,
+    batch,
+    cross_entropy,
+    network,
+    weights,
+)
+from torch_locoprop import LocoProp
+
+SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
+
+
+def sgd_step(model: nn.Module, x: Tensor, y: Tensor, lr: float) -> list[Tensor]:
+    """Where plain SGD goes, by autograd alone."""
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(cross_entropy(model(x), y), parameters)
+    return [p.detach() - lr * g for p, g in zip(parameters, gradients, strict=True)]
+
+
+@pytest.mark.parametrize("dimensions", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("variant", BACKPROP_VARIANTS)
+def test_one_iteration_is_backprop(
+    variant: str, activation: str, bias: bool, dimensions: int
+) -> None:
+    model = network(activation, bias)
+    x, y = batch(*SHAPES[dimensions], 6), batch(*SHAPES[dimensions], 3, seed=2)
+    expected = sgd_step(model, x, y, lr=0.03 * 5.0)
+    before = weights(model)
+    opt = LocoProp(
+        model,
+        lr=0.03,
+        gamma=5.0,
+        variant=variant,
+        solver="sgd",
+        local_steps=1,
+        output_transfer="sigmoid",
+    )
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    assert_close(weights(model), expected)
+    assert any(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+@pytest.mark.parametrize("variant", BACKPROP_VARIANTS)
+@pytest.mark.parametrize("activation", ["tanh", "softplus", "softmax"])
+def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activation: str) -> None:
+    """Not by the shortcut through ``p.grad``: δ₀ᵀX, from recorded rows, is γ G as well."""
+    model = network(activation)
+    x, y = batch(9, 6), batch(9, 3, seed=2)
+    opt = LocoProp(model, variant=variant, gamma=5.0, output_transfer="sigmoid")
+    for layer in opt._layers:  # record ∂L/∂a for every variant
+        layer.needs = layer.needs | {"g"}
+    cross_entropy(model(x), y).backward()
+    for layer in opt._layers:
+        from torch_locoprop.assignment import decide, effective_variant
+        from torch_locoprop.transfers import get
+        from torch_locoprop.variants import VARIANTS
+
+        decide(layer, get("sigmoid"), None)
+        chosen, _ = effective_variant(VARIANTS[variant], layer)
+        weight, bias = layer.tensors["weight"], layer.tensors["bias"]
+        rows = layer.inputs()
+        a = layer.kind.forward(rows, weight.detach(), bias.detach())
+        target = chosen.target(a, layer.transfer, layer.gradients(), layer.post_gradients(), 5.0)
+        delta = chosen.loss.residual(a, target, layer.transfer)
+        torch.testing.assert_close(delta.mT @ rows, 5.0 * weight.grad, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(delta.sum(0), 5.0 * bias.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_more_iterations_are_not_backprop() -> None:
+    x, y = batch(7, 6), batch(7, 3, seed=2)
+    one, ten = network(), copy.deepcopy(network())
+    for model, steps in ((one, 1), (ten, 10)):
+        opt = LocoProp(model, lr=0.05, gamma=5.0, solver="sgd", local_steps=steps)
+        cross_entropy(model(x), y).backward()
+        opt.step()
+    difference = max((a - b).abs().max() for a, b in zip(weights(one), weights(ten), strict=True))
+    assert difference > 1e-3
