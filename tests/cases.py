@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -45,12 +46,15 @@ class Activation(nn.Module):
 
 
 def network(
-    activation: str = "tanh", bias: bool = True, sizes: tuple[int, ...] = (6, 5, 4, 3), seed: int = 0
+    activation: str = "tanh",
+    bias: bool = True,
+    sizes: tuple[int, ...] = (6, 5, 4, 3),
+    seed: int = 0,
 ) -> nn.Sequential:
     """Linear layers with the activation between them, none after the last."""
     torch.manual_seed(seed)
     modules: list[nn.Module] = []
-    for n, d in zip(sizes[:-1], sizes[1:], strict=True):
+    for n, d in pairwise(sizes):
         modules += [nn.Linear(n, d, bias=bias), Activation(activation)]
     return nn.Sequential(*modules[:-1]).double()
 

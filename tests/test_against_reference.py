@@ -401,7 +401,7 @@ OPTIONS = {
     "l2": {"regularizer": "l2"},
     "l1": {"regularizer": 0.05},
     "mean": {"local_reduction": "mean"},
-    "three steps": {"local_steps": 3},
+    "eight steps": {"local_steps": 8},
 }
 
 
@@ -428,7 +428,7 @@ def test_options_differ(option, solver):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_autoencoder(variant, solver):
     assert_library_equals_reference(
-        AUTOENCODER, STEPS, TOLERANCE, variant=variant, **settings(solver)
+        AUTOENCODER, STEPS, TOLERANCE, variant=variant, **settings(solver, local_steps=3)
     )
 
 
@@ -482,7 +482,7 @@ def test_problems(variant, problem):
 @pytest.mark.parametrize("problem", PROBLEMS)
 @pytest.mark.parametrize("variant", EXACT_VARIANTS)
 def test_exact_problems(variant, problem):
-    changed = settings("exact", gamma=PROBLEMS[problem].gamma)
+    changed = settings("exact", lr=2e-2, gamma=PROBLEMS[problem].gamma)
     assert_library_equals_reference(PROBLEMS[problem], variant=variant, **changed)
 
 

@@ -1,4 +1,4 @@
-"""One local iteration is a BackProp step: every variant, transfer, input shape, with and without bias."""
+"""One local iteration is a BackProp step: every variant, transfer and shape of input."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
-
 from cases import (
     ACTIVATIONS,
     BACKPROP_VARIANTS,
@@ -17,7 +15,12 @@ from cases import (
     network,
     weights,
 )
+from torch import Tensor, nn
+
 from torch_locoprop import LocoProp
+from torch_locoprop.assignment import decide, effective_variant
+from torch_locoprop.transfers import get
+from torch_locoprop.variants import VARIANTS
 
 SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
 
@@ -66,10 +69,6 @@ def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activat
         layer.needs = layer.needs | {"g"}
     cross_entropy(model(x), y).backward()
     for layer in opt._layers:
-        from torch_locoprop.assignment import decide, effective_variant
-        from torch_locoprop.transfers import get
-        from torch_locoprop.variants import VARIANTS
-
         decide(layer, get("sigmoid"), None)
         chosen, _ = effective_variant(VARIANTS[variant], layer)
         weight, bias = layer.tensors["weight"], layer.tensors["bias"]

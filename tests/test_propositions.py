@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import batch, cross_entropy, network, weights
 from torch import Tensor
 
-from cases import batch, cross_entropy, network, weights
 from torch_locoprop import LocoProp, Variant, transfers
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching
@@ -82,7 +83,9 @@ def test_proposition_1_natural_target_and_exact_solve_give_the_kfac_update(
         columns = joint.mT.reshape(-1)  # vec stacks the columns
         delta = -eta * gamma * torch.linalg.solve(torch.kron(curvature, fisher), columns)
         delta = delta.reshape(joint.mT.shape).mT
-        torch.testing.assert_close(after[2 * m], before[2 * m] + delta[:, :-1], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(
+            after[2 * m], before[2 * m] + delta[:, :-1], rtol=1e-9, atol=1e-12
+        )
         torch.testing.assert_close(after[2 * m + 1], before[2 * m + 1] + delta[:, -1])
         assert delta.abs().max() > 1e-6
 
@@ -129,7 +132,7 @@ def test_proposition_3_the_sylvester_form_errs_at_second_order(name: str) -> Non
         approximate = sylvester(problem.first_gradient["weight"], problem.x, problem.eta, h)
         errors.append(float((approximate - found).norm()))
         assert float(found.norm()) > 3 * errors[-1]
-    ratios = [a / b for a, b in zip(errors[:-1], errors[1:], strict=True)]
+    ratios = [a / b for a, b in pairwise(errors)]
     assert all(3.0 < ratio < 5.5 for ratio in ratios), ratios
 
 

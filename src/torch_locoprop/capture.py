@@ -58,6 +58,15 @@ class ServedLayer:
     def trained(self) -> list[nn.Parameter]:
         return [p for p in self.given if p.requires_grad]
 
+    @property
+    def with_gradient(self) -> dict[str, nn.Parameter]:
+        """The tensors this step will move."""
+        return {
+            name: p
+            for name, p in self.tensors.items()
+            if p.grad is not None and any(p is own for own in self.given)
+        }
+
     def findings(self) -> list[Finding]:
         return [detection.resolve(call.mark) for call in self.calls]
 
@@ -73,8 +82,14 @@ class ServedLayer:
 
     def post_gradients(self) -> Tensor | None:
         """∂L/∂y ``[rows, d]`` from behind the transfer; None where that is inside the loss."""
-        consumers = [finding.consumer for finding in self.findings()]
-        return self._joined([mark.gradient if mark else None for mark in consumers])
+        return self._joined(
+            [
+                finding.consumer.gradient
+                if finding.consumer is not None and finding.transfer == self.transfer
+                else None
+                for finding in self.findings()
+            ]
+        )
 
     def sampled(self) -> Tensor | None:
         """∂L/∂a ``[rows, d]`` for sampled labels, where drawn."""

@@ -213,9 +213,10 @@ def _leaky(slope: float) -> Transfer | None:
 def _elu(alpha: float, scale: float, input_scale: float) -> Transfer | None:
     if min(alpha, scale, input_scale) < 0:
         return None
-    selu = transfers.get("selu")
-    elu = transfers.ELU(alpha, scale, input_scale)
-    return selu if vars(elu) == vars(selu) else elu
+    selu = transfers.SELU()
+    if (alpha, scale, input_scale) == (selu.alpha, selu.scale, selu.input_scale):
+        return selu
+    return transfers.ELU(alpha, scale, input_scale)
 
 
 def _clamp(low: float | None, high: float | None) -> Transfer | None:
@@ -223,13 +224,13 @@ def _clamp(low: float | None, high: float | None) -> Transfer | None:
         return None
     if high is None:
         return transfers.ReLU() if low == 0 else None
-    relu6 = transfers.get("relu6")
-    return relu6 if (low, high) == relu6.domain else transfers.Hardtanh(float(low), float(high))
+    clamp = transfers.Hardtanh(float(low), float(high))
+    return transfers.ReLU6() if clamp.domain == transfers.ReLU6().domain else clamp
 
 
 def _softmax(node: Any) -> Transfer | None:
     """Softmax over the last dimension only; autograd stores the dimension as an unsigned number."""
-    dimension, rank = node._saved_dim, node._saved_result.dim()
+    dimension, rank = node._saved_dim, len(node._input_metadata[0].shape)
     return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None
 
 

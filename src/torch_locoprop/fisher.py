@@ -7,6 +7,8 @@ from torch import Generator, Tensor
 
 from torch_locoprop.transfers import Transfer
 
+PREDICTIVE = ("sigmoid", "softmax", "linear")  # transfers that tell a predictive distribution
+
 
 def sampled_output_gradient(transfer: Transfer, a: Tensor, generator: Generator) -> Tensor:
     """``∂L(y, f(a))/∂a = f(a) − y`` with y drawn from the model's predictive distribution.
@@ -25,7 +27,7 @@ def sampled_output_gradient(transfer: Transfer, a: Tensor, generator: Generator)
         return torch.randn(a.shape, dtype=a.dtype, device=a.device, generator=generator)
     raise ValueError(
         f"No predictive distribution is known for the output transfer {transfer.name!r}. "
-        'Pass output_transfer="sigmoid", "softmax" or "linear".'
+        f"Known: {', '.join(PREDICTIVE)}."
     )
 
 

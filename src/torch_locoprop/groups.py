@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_locoprop.fisher import PREDICTIVE
 from torch_locoprop.settings import Components, unknown
 from torch_locoprop.solvers import Numbers
+from torch_locoprop.transfers import Transfer
 
 Group = dict[str, Any]
 FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -19,12 +21,9 @@ _BOOKKEEPING = ("params", "initial_lr", "fallback", "steps")
 
 
 def checked_group(
-    group: Mapping[str, Any], model: nn.Module, components: Components, predictive: bool
+    group: Mapping[str, Any], model: nn.Module, components: Components, output: Transfer | None
 ) -> Group:
-    """A group with its settings checked, names for its components, and a list of parameters.
-
-    ``predictive``: the model's predictive distribution is known, so labels can be drawn from it.
-    """
+    """A group with its settings checked, names for its components, and a list of parameters."""
     for key in group:
         if key not in components.settings and key not in _BOOKKEEPING:
             raise ValueError(unknown("setting in a parameter group", key, components.settings))
@@ -36,11 +35,11 @@ def checked_group(
     if any(p not in own for p in checked["params"]):
         raise ValueError("A parameter group holds parameters that are not the model's.")
     needs = components.variant(checked).target.needs | components.regularizer(checked).needs
-    if "fisher" in needs and not predictive:
+    if "fisher" in needs and (output is None or output.name not in PREDICTIVE):
         raise ValueError(
             f"variant={checked['variant']!r} with regularizer={checked['regularizer']!r} draws "
-            "labels from the model's predictive distribution. Say which by output_transfer= "
-            "('sigmoid', 'softmax' or 'linear') or loss_fn=."
+            "labels from the model's predictive distribution. Say which by loss_fn=, or by "
+            f"output_transfer= ({', '.join(PREDICTIVE)})."
         )
     return checked
 

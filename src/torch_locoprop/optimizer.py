@@ -4,47 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
 from torch_locoprop import detection
+from torch_locoprop.assembly import local_problem, loss_terms, method_for, running_fisher
 from torch_locoprop.assignment import decide, effective_variant, give_transfers
 from torch_locoprop.capture import Capture, ServedLayer
-from torch_locoprop.fisher import running_average, second_moment
 from torch_locoprop.groups import (
     FallbackFactory,
     Group,
     checked_group,
-    decayed,
     make_fallback,
     numbers,
     restricted,
 )
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.settings import Components
-from torch_locoprop.solvers import SOLVERS, Solver
+from torch_locoprop.solvers import Solver
 from torch_locoprop.summary import layer_row, table, unserved_row
 from torch_locoprop.survey import Unserved, survey
-from torch_locoprop.transfers import Linear, Transfer, get
-from torch_locoprop.variants import VARIANTS, Variant
+from torch_locoprop.transfers import Transfer, get
+from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
 
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
-
-
-@dataclass(frozen=True)
-class _Method:
-    """How one layer's problem is formed and solved."""
-
-    variant: Variant
-    solver: Solver
-    regularizer: Regularizer
-    local_steps: int
 
 
 class LocoProp(torch.optim.Optimizer):
@@ -70,7 +57,7 @@ class LocoProp(torch.optim.Optimizer):
             independent of the batch size and, told the loss by ``loss_fn``, of its reduction.
         regularizer: None, ``l2``, ``l1``, ``fisher``, or a
             :class:`~torch_locoprop.regularizers.Regularizer` of your own.
-        maximize: maximize the loss.
+        maximize: maximize the loss; the fallback has an option of its own for that.
         transfers: the transfer behind a layer, by module name, where detection should not decide.
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
@@ -162,14 +149,14 @@ class LocoProp(torch.optim.Optimizer):
                 loss = closure()
             self._capture.trace_loss(loss)
         self._check_captured()
-        group_of = self._group_of()
         for layer in self._layers:
             if layer.calls and (layer.explicit or not layer.decided):
                 decide(layer, self._output_transfer, self._loss_transfer)
-        loss_terms = self._loss_terms()
+        group_of = self._group_of()
+        terms = loss_terms(self._layers) if self._loss_sums else 1
         for layer in self._layers:
-            if any(p.grad is not None and p in group_of for p in layer.tensors.values()):
-                self._solve(layer, group_of, loss_terms)
+            if layer.with_gradient:
+                self._solve(layer, group_of, terms)
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1
@@ -179,85 +166,29 @@ class LocoProp(torch.optim.Optimizer):
         self._report_skips()
         return loss
 
-    def _solve(
-        self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], loss_terms: int
-    ) -> None:
+    def _solve(self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int) -> None:
         """Form one layer's local problem, solve it, and write the solution."""
-        trained = {
-            name: p for name, p in layer.tensors.items() if p.grad is not None and p in group_of
-        }
-        owner = next(iter(trained.values()))
-        group = group_of[owner]
-        method = self._method(layer, group)
-        target = method.variant.target
-        x = layer.inputs()
-        mean = group["local_reduction"] == "mean"
-        scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
-        fisher = self._fisher(layer, method, self.state[owner].get("fisher"))
-        problem = LocalProblem(
-            layer=layer.kind,
-            x=x,
-            start={name: decayed(name, p, group_of[p]) for name, p in trained.items()},
-            fixed={name: p for name, p in layer.tensors.items() if name not in trained},
-            backprop={name: _scaled(p.grad, scale) for name, p in trained.items()},
-            target=target,
-            loss=method.variant.loss,
-            transfer=layer.transfer or Linear(),
-            gamma=group["gamma"],
-            eta=group["lr"],
-            regularizer=method.regularizer,
-            row_weight=1 / max(len(x), 1) if mean else 1.0,
-            g=layer.gradients() if "g" in target.needs else None,
-            v=layer.post_gradients() if "v" in target.needs else None,
-            fisher=fisher,
-        )
-        new, states = method.solver.solve(
-            problem,
-            {name: dict(self.state[p]) for name, p in trained.items()},
-            {name: numbers(group_of[p]) for name, p in trained.items()},
-            method.local_steps,
-            group["local_decay"],
-        )
-        if fisher is not None:
-            states[next(iter(trained))]["fisher"] = fisher
-        self._write(layer, new, states)
-
-    def _method(self, layer: ServedLayer, group: Group) -> _Method:
-        """What serves a layer in this step."""
-        variant, _ = effective_variant(self._components.variant(group), layer)
-        method = _Method(
-            variant,
-            self._components.solver(group),
-            self._components.regularizer(group),
-            group["local_steps"],
-        )
-        if variant.output_by_gradient_descent and layer.is_output:
-            return _Method(variant, SOLVERS["sgd"], REGULARIZERS["none"], local_steps=1)
+        trained = layer.with_gradient
+        owner, parameter = next(iter(trained.items()))
+        group = group_of[parameter]
+        method = method_for(layer, group, self._components)
         if not layer.calls:
             self._warn_once(
                 layer.name,
                 f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
                 "functional use of its weight?). Such a layer takes one BackProp step.",
             )
-            return replace(method, variant=VARIANTS["locoprop-s"], local_steps=1)
-        return method
-
-    def _fisher(self, layer: ServedLayer, method: _Method, running: Tensor | None) -> Tensor | None:
-        """The running Fisher matrix of the pre-activations, where anything asks for it."""
-        asking: Any = method.variant.target
-        if "fisher" not in asking.needs:
-            asking = method.regularizer
-        if "fisher" not in asking.needs:
-            return None
-        sampled = layer.sampled()
-        if sampled is not None:
-            return running_average(running, second_moment(sampled), asking.decay)
-        if running is None:
-            raise RuntimeError(
-                f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
-                "model(x), so that labels can be drawn from its output."
-            )
-        return running
+        fisher = running_fisher(layer, method, self.state[parameter].get("fisher"))
+        new, states = method.solver.solve(
+            local_problem(layer, method, group_of, fisher, terms),
+            {name: dict(self.state[p]) for name, p in trained.items()},
+            {name: numbers(group_of[p]) for name, p in trained.items()},
+            method.local_steps,
+            group["local_decay"],
+        )
+        if fisher is not None:
+            states[owner]["fisher"] = fisher
+        self._write(layer, new, states)
 
     def _write(self, layer: ServedLayer, new: Tensors, states: dict[str, Tensors]) -> None:
         """Write a solution and its state; if anything in them is not finite, write nothing."""
@@ -379,8 +310,8 @@ class LocoProp(torch.optim.Optimizer):
         return {p: group for group in self._local_groups() for p in group["params"]}
 
     def _checked(self, group: Mapping[str, Any]) -> Group:
-        predictive = bool(self._output_transfer or self._loss_transfer)
-        return checked_group(group, self._model, self._components, predictive)
+        output = self._output_transfer or self._loss_transfer
+        return checked_group(group, self._model, self._components, output)
 
     def _add_to_fallback(self, params: list[nn.Parameter]) -> None:
         if not params:
@@ -412,18 +343,6 @@ class LocoProp(torch.optim.Optimizer):
                 "the loss with the model this optimizer was made for, with gradients enabled."
             )
 
-    def _loss_terms(self) -> int:
-        """How many terms a loss that sums has: rows, times features unless it is a softmax."""
-        if not self._loss_sums:
-            return 1
-        terms = 0
-        for layer in self._layers:
-            if layer.calls and layer.is_output:
-                classes = layer.transfer is not None and not layer.transfer.elementwise
-                width = 1 if classes else layer.tensors["weight"].shape[0]
-                terms += width * sum(len(layer.kind.rows(call.x)) for call in layer.calls)
-        return max(terms, 1)
-
     def _report_skips(self) -> None:
         """Warn of skipped updates once; on an accelerator, look only now and then."""
         counters = [layer.skips for layer in self._layers if isinstance(layer.skips, Tensor)]
@@ -452,8 +371,3 @@ def _check_any_served(served: list[ServedLayer], unserved: list[Unserved]) -> No
             "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
             f"{reasons or 'It has no parameters.'}"
         )
-
-
-def _scaled(gradient: Tensor | None, scale: float) -> Tensor:
-    assert gradient is not None
-    return gradient if scale == 1 else scale * gradient

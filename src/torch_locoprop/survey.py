@@ -22,7 +22,7 @@ class Unserved:
 
 
 def survey(model: nn.Module, given: set[nn.Parameter]) -> tuple[list[ServedLayer], list[Unserved]]:
-    """Every parameter of the model ends up in exactly one of the two lists.
+    """Every module with parameters ends up in exactly one of the two lists.
 
     ``given`` are the parameters the optimizer was asked to train.
     """
@@ -34,16 +34,16 @@ def survey(model: nn.Module, given: set[nn.Parameter]) -> tuple[list[ServedLayer
     served: list[ServedLayer] = []
     unserved: list[Unserved] = []
     for name, module in model.named_modules():
-        mine = [p for p in module.parameters(recurse=False) if owners[p][0] == name]
+        own = tuple(module.parameters(recurse=False))
         kind = layer_kind(module)
         reason = kind.refuses(module) if kind else "no local problem for this kind of module"
-        ours = [p for p in mine if p in given]
+        ours = [p for p in own if p in given]
         reason = reason or _tied(module, owners)
         reason = reason or ("not given to this optimizer" if not ours else None)
         if kind and reason is None:
             served.append(ServedLayer(name, module, kind, ours))
-        elif mine:
-            unserved.append(Unserved(name, type(module).__name__, str(reason), tuple(mine)))
+        elif own:
+            unserved.append(Unserved(name, type(module).__name__, str(reason), own))
     return served, unserved
 
 

@@ -1,0 +1,113 @@
+"""From what was recorded for a layer to its local problem and the solver that takes it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_locoprop.assignment import effective_variant
+from torch_locoprop.capture import ServedLayer
+from torch_locoprop.fisher import running_average, second_moment
+from torch_locoprop.groups import Group, decayed
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.settings import Components
+from torch_locoprop.solvers import SOLVERS, Solver
+from torch_locoprop.transfers import Linear
+from torch_locoprop.variants import VARIANTS, Variant
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one layer's problem is formed and solved."""
+
+    variant: Variant
+    solver: Solver
+    regularizer: Regularizer
+    local_steps: int
+
+
+def method_for(layer: ServedLayer, group: Group, components: Components) -> Method:
+    """What serves a layer in this step."""
+    variant, _ = effective_variant(components.variant(group), layer)
+    if variant.output_by_gradient_descent and layer.is_output:
+        return Method(variant, SOLVERS["sgd"], REGULARIZERS["none"], local_steps=1)
+    method = Method(
+        variant, components.solver(group), components.regularizer(group), group["local_steps"]
+    )
+    if not layer.calls:  # a gradient, but no rows: all that is left is the BackProp step
+        return replace(method, variant=VARIANTS["locoprop-s"], local_steps=1)
+    return method
+
+
+def local_problem(
+    layer: ServedLayer,
+    method: Method,
+    group_of: dict[nn.Parameter, Group],
+    fisher: Tensor | None,
+    loss_terms: int,
+) -> LocalProblem:
+    """The problem over the layer's tensors that have a gradient.
+
+    Numbers of the problem as a whole (γ, η, the reduction) are those of the group of the first such
+    tensor, the weight; ``loss_terms`` is how many terms a loss that sums has, otherwise 1.
+    """
+    trained = layer.with_gradient
+    group = group_of[next(iter(trained.values()))]
+    x = layer.inputs()
+    mean = group["local_reduction"] == "mean"
+    scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
+    target = method.variant.target
+    return LocalProblem(
+        layer=layer.kind,
+        x=x,
+        start={name: decayed(name, p, group_of[p]) for name, p in trained.items()},
+        fixed={name: p for name, p in layer.tensors.items() if name not in trained},
+        backprop={name: _scaled(p.grad, scale) for name, p in trained.items()},
+        target=target,
+        loss=method.variant.loss,
+        transfer=layer.transfer or Linear(),
+        gamma=group["gamma"],
+        eta=group["lr"],
+        regularizer=method.regularizer,
+        row_weight=1 / max(len(x), 1) if mean else 1.0,
+        g=layer.gradients() if "g" in target.needs else None,
+        v=layer.post_gradients() if "v" in target.needs else None,
+        fisher=fisher,
+    )
+
+
+def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -> Tensor | None:
+    """The Fisher matrix of the pre-activations, averaged over steps, where anything asks for it."""
+    asking: Any = method.variant.target
+    if "fisher" not in asking.needs:
+        asking = method.regularizer
+    if "fisher" not in asking.needs:
+        return None
+    sampled = layer.sampled()
+    if sampled is not None:
+        return running_average(running, second_moment(sampled), asking.decay)
+    if running is None:
+        raise RuntimeError(
+            f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
+            "model(x), so that labels can be drawn from its output."
+        )
+    return running
+
+
+def loss_terms(layers: list[ServedLayer]) -> int:
+    """How many terms a loss that sums has: rows, times features unless it is a softmax."""
+    terms = 0
+    for layer in layers:
+        if layer.calls and layer.is_output:
+            classes = layer.transfer is not None and not layer.transfer.elementwise
+            width = 1 if classes else layer.tensors["weight"].shape[0]
+            terms += width * sum(len(layer.kind.rows(call.x)) for call in layer.calls)
+    return max(terms, 1)
+
+
+def _scaled(gradient: Tensor | None, scale: float) -> Tensor:
+    assert gradient is not None
+    return gradient if scale == 1 else scale * gradient

@@ -1,0 +1,257 @@
+"""The closed forms: minimisers of the stated objective, fixed points of its iteration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp, transfers
+from torch_locoprop.fisher import cholesky, damped_solve
+from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.losses import Squared
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import L2
+from torch_locoprop.solvers import SOLVERS, Exact, Numbers
+from torch_locoprop.solvers.exact import eigh, implicit_step, sylvester
+from torch_locoprop.targets import GradientDescent
+
+
+def squared_problem(rows: int, eta: float = 0.2, bias: bool = True) -> LocalProblem:
+    x, g = batch(rows, 4) - 0.5, batch(rows, 3, seed=3) - 0.5
+    start = {"weight": batch(3, 4, seed=2), "bias": batch(3, seed=4)}
+    backprop = {"weight": g.mT @ x, "bias": g.sum(0)}
+    if not bias:
+        del start["bias"], backprop["bias"]
+    return LocalProblem(
+        layer=LinearLayer(),
+        x=x,
+        start=start,
+        fixed={},
+        backprop=backprop,
+        target=GradientDescent(),
+        loss=Squared(),
+        transfer=transfers.Linear(),
+        gamma=3.0,
+        eta=eta,
+        regularizer=L2(),
+        g=g,
+    )
+
+
+def solve(problem: LocalProblem, name: str, steps: int = 1) -> dict[str, Tensor]:
+    states: dict[str, dict[str, Tensor]] = {key: {} for key in problem.start}
+    numbers = {key: Numbers(problem.eta) for key in problem.start}
+    return SOLVERS[name].solve(problem, states, numbers, steps, "constant")[0]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [2, 9])
+def test_exact_minimises_the_squared_objective(rows: int, bias: bool) -> None:
+    """Against Eq. 3 written out, with its explicit target: the gradient vanishes, and it is lower."""
+    problem = squared_problem(rows, bias=bias)
+    found = {key: t.requires_grad_() for key, t in solve(problem, "exact").items()}
+
+    def objective(at: dict[str, Tensor]) -> Tensor:
+        a = problem.x @ at["weight"].mT + at.get("bias", 0)
+        start = problem.x @ problem.start["weight"].mT + problem.start.get("bias", 0)
+        target = start - problem.gamma * problem.g
+        moved = sum((at[k] - problem.start[k]).square().sum() for k in at)
+        return 0.5 * (a - target).square().sum() + moved / (2 * problem.eta)
+
+    value = objective(found)
+    for gradient in torch.autograd.grad(value, list(found.values())):
+        assert gradient.abs().max() < 1e-12
+    for seed in range(5):
+        other = {k: t + 0.1 * (batch(*t.shape, seed=seed + 30) - 0.5) for k, t in found.items()}
+        assert objective(other) > value + 1e-6
+
+
+@pytest.mark.parametrize("rows", [2, 9])
+def test_exact_is_the_fixed_point_of_the_iteration(rows: int) -> None:
+    """Eq. 4: ``W = W₀ − η (X Wᵀ − a*)ᵀ X`` holds at the solution."""
+    problem = squared_problem(rows)
+    found = solve(problem, "exact")
+    gradient = problem.gradient(found)
+    for key, tensor in found.items():
+        expected = problem.start[key] - problem.eta * gradient[key]
+        torch.testing.assert_close(tensor, expected, rtol=1e-12, atol=1e-13)
+
+
+def test_many_iterations_with_the_l2_term_converge_to_exact() -> None:
+    problem = squared_problem(9, eta=0.05)
+    near, far = solve(problem, "sgd", 2000), solve(problem, "sgd", 2)
+    exact = solve(problem, "exact")
+    assert_close(list(near.values()), list(exact.values()), 1e-11)
+    assert (far["weight"] - exact["weight"]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 20])
+def test_both_systems_give_the_same_step(rows: int) -> None:
+    """The rows × rows and the n × n system, against a dense inverse."""
+    x, g = batch(rows, 7) - 0.5, batch(4, 7, seed=2) - 0.5
+    dense = -0.3 * g @ torch.linalg.inv(torch.eye(7, dtype=x.dtype) + 0.3 * x.mT @ x)
+    torch.testing.assert_close(implicit_step(g, x, 0.3), dense, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("kind", ["diagonal", "dense"])
+def test_sylvester_against_a_dense_kronecker_solve(kind: str, rows: int) -> None:
+    x, g = batch(rows, 5) - 0.5, batch(3, 5, seed=2) - 0.5
+    h = batch(3, seed=4)
+    root = batch(3, 3, seed=5)
+    dense = torch.diag(h) if kind == "diagonal" else root @ root.mT
+    system = torch.eye(15, dtype=x.dtype) + 0.6 * torch.kron((x.mT @ x).contiguous(), dense)
+    expected = -0.6 * torch.linalg.solve(system, g.mT.reshape(-1)).reshape(5, 3).mT
+    found = sylvester(g, x, 0.6, h if kind == "diagonal" else dense)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
+def test_leading_dimensions_are_free() -> None:
+    x, g, h = batch(4, 3, 5), batch(4, 2, 5, seed=2), batch(4, 2, seed=3)
+    for k in range(4):
+        assert_close([implicit_step(g, x, 0.3)[k]], [implicit_step(g[k], x[k], 0.3)])
+        assert_close([sylvester(g, x, 0.3, h)[k]], [sylvester(g[k], x[k], 0.3, h[k])])
+
+
+def test_sylvester_ignores_rows_that_carry_nothing() -> None:
+    x = torch.cat([batch(2, 6), torch.zeros(2, 6, dtype=torch.float64)])
+    g = batch(3, 6, seed=2)
+    h = batch(3, seed=3)
+    torch.testing.assert_close(sylvester(g, x, 0.4, h), sylvester(g, x[:2], 0.4, h))
+
+
+def test_matching_with_a_linear_transfer_is_the_squared_solution() -> None:
+    model, other = network("linear"), network("linear")
+    for net, variant in ((model, "locoprop-m"), (other, "locoprop-s")):
+        opt = LocoProp(net, lr=0.1, variant=variant, solver="exact", output_transfer="linear")
+        nn.functional.mse_loss(net(batch(9, 6)), batch(9, 3, seed=2)).backward()
+        opt.step()
+    assert_close(weights(model), weights(other), 1e-11)
+
+
+def one_layer(solver: Exact, variant: str = "locoprop-s") -> tuple[nn.Linear, LocoProp]:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 3, bias=False).double()
+    opt = LocoProp(
+        layer, lr=0.5, gamma=2.0, variant=variant, solver=solver, output_transfer="sigmoid"
+    )
+    return layer, opt
+
+
+def test_running_average_damping_and_refresh_against_the_recursion() -> None:
+    """C̄ ← .8 C̄ + .2 XᵀX from the first batch; its inverse is renewed in steps 0 and 2 only."""
+    layer, opt = one_layer(Exact(decay=0.8, every=2, damping=0.05))
+    gram, inverse = None, None
+    for step in range(4):
+        x, y = batch(6, 4, seed=step), batch(6, 3, seed=step + 9)
+        before = layer.weight.detach().clone()
+        cross_entropy(layer(x), y).backward()
+        gram = x.mT @ x if gram is None else 0.8 * gram + 0.2 * x.mT @ x
+        if step % 2 == 0:
+            inverse = torch.linalg.inv(gram + 0.05 * gram.diagonal().mean() * torch.eye(4).double())
+        expected = before - 0.5 * 2.0 * layer.weight.grad @ inverse
+        opt.step()
+        opt.zero_grad()
+        assert_close([layer.weight.detach()], [expected], 1e-11)
+
+
+@pytest.mark.parametrize("damping", [None, 0.05])
+def test_running_sylvester_against_the_recursion(damping: float | None) -> None:
+    layer, opt = one_layer(Exact(decay=0.8, every=2, damping=damping), "locoprop-m")
+    gram = kept = None
+    for step in range(4):
+        x, y = batch(6, 4, seed=step), batch(6, 3, seed=step + 9)
+        before = layer.weight.detach().clone()
+        cross_entropy(layer(x), y).backward()
+        gram = x.mT @ x if gram is None else 0.8 * gram + 0.2 * x.mT @ x
+        kept = gram if step % 2 == 0 else kept
+        slope = torch.sigmoid(x @ before.mT)
+        h = (slope * (1 - slope)).mean(0)
+        shift, length = (1.0, 0.5) if damping is None else (damping * kept.diagonal().mean(), 1.0)
+        for j in range(3):
+            system = shift * torch.eye(4).double() + length * h[j] * kept
+            before[j] -= 0.5 * torch.linalg.solve(system, 2.0 * layer.weight.grad[j])
+        opt.step()
+        opt.zero_grad()
+        assert_close([layer.weight.detach()], [before], 1e-10)
+
+
+def test_refresh_without_average_keeps_the_last_batch() -> None:
+    layer, opt = one_layer(Exact(every=2))
+    kept = None
+    for step in range(3):
+        x, y = batch(6, 4, seed=step), batch(6, 3, seed=step + 9)
+        before = layer.weight.detach().clone()
+        cross_entropy(layer(x), y).backward()
+        kept = x.mT @ x if step % 2 == 0 else kept
+        system = torch.eye(4).double() + 0.5 * kept
+        expected = before - 0.5 * 2.0 * layer.weight.grad @ torch.linalg.inv(system)
+        opt.step()
+        opt.zero_grad()
+        assert_close([layer.weight.detach()], [expected], 1e-11)
+
+
+def test_factorisation_falls_back_to_float64() -> None:
+    """``[[k, 1], [1, 1/k + ulp]]`` is positive definite, but not in float32's own arithmetic."""
+
+    def matrix_of(k: int) -> Tensor:
+        above = torch.nextafter(torch.tensor(1 / k), torch.tensor(1.0))
+        return torch.tensor([[float(k), 1.0], [1.0, float(above)]])
+
+    candidates = [matrix_of(k) for k in range(2, 300)]
+    matrix = next(m for m in candidates if torch.linalg.cholesky_ex(m)[1] != 0)
+    assert torch.linalg.cholesky_ex(matrix.double())[1] == 0
+    factor = cholesky(matrix)
+    assert factor.dtype == torch.float32
+    error = (factor.double() @ factor.double().mT - matrix.double()).norm() / matrix.norm()
+    assert error < 1e-6
+
+
+def test_what_cannot_be_factored_is_not_a_number() -> None:
+    assert cholesky(-torch.eye(3)).isnan().all()
+    assert cholesky(torch.full((3, 3), torch.nan)).isnan().any()
+    values, vectors = eigh(torch.full((3, 3), torch.inf))
+    assert values.isnan().all()
+    assert vectors.isnan().all()
+
+
+def test_eigh_falls_back_to_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    matrix = (batch(4, 4) @ batch(4, 4).mT).float()
+    true = torch.linalg.eigh
+
+    def failing(m: Tensor) -> tuple[Tensor, Tensor]:
+        if m.dtype == torch.float32:
+            raise torch.linalg.LinAlgError("did not converge")
+        return true(m)
+
+    monkeypatch.setattr(torch.linalg, "eigh", failing)
+    values, vectors = eigh(matrix)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(vectors * values @ vectors.mT, matrix, rtol=1e-5, atol=1e-5)
+
+
+def test_damped_solve_of_a_vector_and_a_matrix() -> None:
+    root = batch(3, 3)
+    matrix = root @ root.mT
+    dense = torch.linalg.inv(matrix + 0.1 * matrix.diagonal().mean() * torch.eye(3).double())
+    right = batch(3, 5, seed=2)
+    torch.testing.assert_close(damped_solve(matrix, right, 0.1), dense @ right)
+    torch.testing.assert_close(damped_solve(matrix, right[:, 0], 0.1), dense @ right[:, 0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": 1.0}, "Invalid decay=1.0"),
+        ({"decay": -0.1}, "Invalid decay=-0.1"),
+        ({"every": 0}, "Invalid every=0"),
+        ({"every": 1.5}, "Invalid every=1.5"),
+        ({"damping": 0.0}, "Invalid damping=0.0"),
+        ({"damping": float("nan")}, "Invalid damping=nan"),
+    ],
+)
+def test_bad_numbers(options: dict[str, float], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Exact(**options)

@@ -1,0 +1,181 @@
+"""Bad input is refused with a sentence that says what to do, before anything is touched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import nn
+
+from torch_locoprop import LocoProp, Variant
+from torch_locoprop.losses import LocalLoss, Squared
+from torch_locoprop.regularizers import L1, FisherMahalanobis
+from torch_locoprop.targets import GradientDescent, NaturalGradient, Target
+
+NAN, INF = float("nan"), float("inf")
+
+BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    ({"lr": -1.0}, r"Invalid lr=-1.0. Must be finite and >= 0"),
+    ({"lr": NAN}, "Invalid lr=nan"),
+    ({"lr": INF}, "Invalid lr=inf"),
+    ({"lr": "fast"}, "Invalid lr='fast'. Must be a number"),
+    ({"lr": True}, "Invalid lr=True"),
+    ({"gamma": 0.0}, "Invalid gamma=0.0. Must be finite and > 0"),
+    ({"gamma": -2.0}, "Invalid gamma=-2.0"),
+    ({"gamma": NAN}, "Invalid gamma=nan"),
+    ({"eps": -1e-8}, "Invalid eps=-1e-08"),
+    ({"eps": NAN}, "Invalid eps=nan"),
+    ({"eps": 0.0, "solver": "adagrad"}, "start of the accumulator"),
+    ({"momentum": 1.0}, "Invalid momentum=1.0. Must be finite and >= 0 and < 1"),
+    ({"decay": 1.5}, "Invalid decay=1.5"),
+    ({"weight_decay": -0.1}, "Invalid weight_decay=-0.1"),
+    ({"local_steps": 0}, "Invalid local_steps=0. Must be an integer >= 1"),
+    ({"local_steps": 2.5}, "Invalid local_steps=2.5"),
+    ({"local_steps": True}, "Invalid local_steps=True"),
+    ({"variant": "locoprop"}, "Unknown variant 'locoprop'. Did you mean 'locoprop-"),
+    ({"solver": "rmsprob"}, "Unknown solver 'rmsprob'. Did you mean 'rmsprop'"),
+    ({"regularizer": "l3"}, "Unknown regularizer 'l3'"),
+    ({"local_decay": "cosine"}, "Unknown local_decay 'cosine'"),
+    ({"local_reduction": "none"}, "Unknown local_reduction 'none'"),
+    ({"maximize": 1}, "Invalid maximize=1"),
+    ({"output_transfer": "sigmoyd"}, "sigmoyd"),
+    ({"output_transfer": "gelu"}, "gelu"),
+    ({"transfers": {"9": "tanh"}}, "Unknown module in transfers= '9'. Known: 0, 2, 4"),
+    ({"transfers": {"0": "tanhh"}}, "tanhh"),
+    ({"loss_fn": nn.L1Loss()}, "The transfer inside loss_fn=L1Loss is not known"),
+    ({"solver": "exact", "variant": "pocoprop-s"}, "has no closed form"),
+    ({"solver": "exact", "variant": "pocoprop-m"}, "has no closed form"),
+    ({"solver": "exact", "regularizer": "l1"}, "needs a first-order solver"),
+    ({"variant": "natural-s"}, "draws labels from the model's predictive distribution"),
+    ({"variant": "natural-s", "output_transfer": "tanh"}, "draws labels from"),
+    ({"regularizer": "fisher"}, "draws labels from the model's predictive distribution"),
+    ({"param_groups": [{"params": [], "lrr": 1.0}]}, "Unknown setting in a parameter group 'lrr'"),
+    ({"param_groups": [{"params": nn.Linear(2, 2).parameters()}]}, "not the model's"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), BAD_OPTIONS, ids=lambda v: str(v)[:40])
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    model = network()
+    before = weights(model)
+    with pytest.raises(ValueError, match=message):
+        LocoProp(model, **options)
+    assert_close(weights(model), before, 0.0)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"variant": 3}, "Invalid variant=3. Expected one of locoprop-s"),
+        ({"solver": torch.optim.SGD}, "Invalid solver="),
+        ({"variant": Variant("mine", "target", Squared())}, "Invalid target='target' in a variant"),
+        ({"variant": Variant("mine", GradientDescent(), 1)}, "Invalid loss=1 in a variant"),
+    ],
+)
+def test_components_of_the_wrong_type(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        LocoProp(network(), **options)
+
+
+def test_parameters_instead_of_a_model() -> None:
+    with pytest.raises(TypeError, match="takes the model itself"):
+        LocoProp(network().parameters())
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (nn.Conv2d(1, 2, 3), "Conv2d"),
+        (nn.Sequential(nn.LayerNorm(3), nn.Embedding(3, 3)), "LayerNorm"),
+        (nn.ReLU(), "It has no parameters"),
+    ],
+)
+def test_a_model_with_nothing_to_serve(model: nn.Module, reason: str) -> None:
+    with pytest.raises(ValueError, match=f"no layer that LocoProp can serve.*{reason}"):
+        LocoProp(model)
+
+
+def test_an_uninitialized_model() -> None:
+    with pytest.raises(ValueError, match="Run one forward pass"):
+        LocoProp(nn.Sequential(nn.LazyLinear(3)))
+
+
+@pytest.mark.parametrize("case", ["no backward", "no forward", "no grad", "twice", "other model"])
+def test_a_step_that_recorded_nothing(case: str) -> None:
+    model, x = network(), batch(5, 6)
+    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+    if case == "no backward":
+        model(x)
+    elif case == "no grad":
+        with torch.no_grad():
+            model(x)
+    elif case == "twice":
+        cross_entropy(model(x), x[:, :3]).backward()
+        opt.step()
+    elif case == "other model":
+        other = network()
+        cross_entropy(other(x), x[:, :3]).backward()
+    before = weights(model)
+    with pytest.raises(RuntimeError, match=r"Call loss.backward\(\) before step\(\)"):
+        opt.step()
+    assert_close(weights(model), before, 0.0)
+
+
+def test_natural_targets_need_the_model_itself_to_be_called() -> None:
+    model, x = network(), batch(5, 6)
+    opt = LocoProp(model, variant="natural-s", output_transfer="sigmoid")
+    before = weights(model)
+    out = x
+    for module in model:
+        out = module(out)
+    cross_entropy(out, x[:, :3]).backward()
+    with pytest.raises(RuntimeError, match=r"Call the model itself, model\(x\)"):
+        opt.step()
+    assert_close(weights(model), before, 0.0)
+
+
+def test_no_distribution_for_a_head() -> None:
+    model = network()
+    options = {"variant": "natural-s", "output_transfer": "sigmoid"}
+    opt = LocoProp(model, **options, transfers={"4": "tanh"})
+    with pytest.raises(ValueError, match="No predictive distribution is known"):
+        model(batch(5, 6))
+    assert not opt.state
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: NaturalGradient(damping=-1), "Invalid damping=-1"),
+        (lambda: NaturalGradient(decay=1.0), "Invalid decay=1.0"),
+        (lambda: NaturalGradient(every=0), "Invalid every=0"),
+        (lambda: FisherMahalanobis(damping=NAN), "Invalid damping=nan"),
+        (lambda: FisherMahalanobis(decay=-0.1), "Invalid decay=-0.1"),
+        (lambda: L1(strength=-1.0), "Invalid strength=-1.0"),
+    ],
+)
+def test_bad_component_parameters(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_fallback_must_be_an_optimizer_of_what_it_is_given() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    with pytest.raises(TypeError, match=r"must return a torch.optim.Optimizer, not list"):
+        LocoProp(model, fallback=lambda p: p)
+    with pytest.raises(ValueError, match="exactly the parameters it is given"):
+        LocoProp(model, fallback=lambda p: torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_base_components_ask_to_be_subclassed() -> None:
+    one = torch.ones(1, 1)
+    with pytest.raises(NotImplementedError):
+        Target()(one, None, None, None, 1.0)
+    for method in ("residual", "value"):
+        with pytest.raises(NotImplementedError):
+            getattr(LocalLoss(), method)(one, one, None)
+    with pytest.raises(NotImplementedError):
+        LocalLoss().curvature(one, None)

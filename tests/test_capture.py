@@ -1,0 +1,275 @@
+"""What is recorded, whatever the model and the loop look like. Each is compared with a plain run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from torch_locoprop import LocoProp
+
+
+def train(model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Three steps of LocoProp-M; the weights they lead to."""
+    opt = LocoProp(model, lr=1e-2, momentum=0.9, output_transfer="sigmoid")
+    for seed in range(3):
+        x = batch(8, 6, seed=seed)
+        cross_entropy((forward or model)(x), x[:, :3]).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights(model)
+
+
+class Net(nn.Module):
+    """Two layers and an activation between them, given as a function."""
+
+    def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(6, 5).double(), nn.Linear(5, 3).double()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.activation(self.one(x)))
+
+
+@pytest.mark.parametrize(
+    "activation",
+    [F.relu_, lambda a: F.relu(a, inplace=True), lambda a: a.clamp_(min=0), nn.ReLU(inplace=True)],
+)
+def test_in_place_activations(activation: Callable[[Tensor], Tensor]) -> None:
+    assert_close(train(Net(activation)), train(Net(F.relu)))
+
+
+@pytest.mark.parametrize("shape", [(8, 6), (2, 4, 6), (2, 2, 2, 6)])
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+def test_inputs_of_any_number_of_dimensions(
+    shape: tuple[int, ...], in_place: bool, bias: bool
+) -> None:
+    """The rows are the same, so the weights are."""
+    torch.manual_seed(0)
+    flat = nn.Sequential(nn.Linear(6, 5, bias=bias), nn.ReLU(), nn.Linear(5, 3, bias=bias)).double()
+    torch.manual_seed(0)
+    deep = nn.Sequential(
+        nn.Linear(6, 5, bias=bias), nn.ReLU(inplace=in_place), nn.Linear(5, 3, bias=bias)
+    ).double()
+    expected = train(flat)
+    opt = LocoProp(deep, lr=1e-2, momentum=0.9, output_transfer="sigmoid")
+    for seed in range(3):
+        x = batch(8, 6, seed=seed)
+        out = deep(x.reshape(shape))
+        assert out.shape == (*shape[:-1], 3)
+        cross_entropy(out.reshape(8, 3), x[:, :3]).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_close(weights(deep), expected)
+    assert "relu" in opt.summary()
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_single_vector(bias: bool) -> None:
+    results = []
+    for x in (batch(6), batch(6)[None]):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3, bias=bias).double()
+        opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+        F.binary_cross_entropy_with_logits(model(x), x[..., :3], reduction="sum").backward()
+        opt.step()
+        results.append(weights(model))
+    assert_close(*results)
+
+
+def test_a_module_called_several_times() -> None:
+    """A layer called on two halves of the rows solves one problem over all of them."""
+
+    def halves(model: Net) -> Callable[[Tensor], Tensor]:
+        return lambda x: torch.cat([model(x[:3]), model(x[3:])])
+
+    one, two = Net(torch.tanh), Net(torch.tanh)
+    assert_close(train(two, halves(two)), train(one), 1e-11)
+
+
+def test_different_transfers_behind_one_module() -> None:
+    model = nn.Linear(4, 4).double()
+    opt = LocoProp(model, lr=1e-2)
+    x = batch(5, 4)
+    F.mse_loss(model(torch.tanh(model(torch.relu(model(x))))), x).backward()
+    opt.step()
+    assert "called with different transfers" in opt.summary()
+    assert "locoprop-s" in opt.summary()
+
+
+def test_keyword_arguments() -> None:
+    class Keywords(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(input=torch.tanh(self.one(input=x)))
+
+    assert_close(train(Keywords(torch.tanh)), train(Net(torch.tanh)))
+
+
+def test_nested_modules_and_containers() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            net = Net(torch.tanh)
+            self.parts = nn.ModuleDict({"first": nn.ModuleList([nn.Sequential(net.one)])})
+            self.rest = nn.Sequential(nn.Sequential(nn.Tanh(), nn.Sequential(net.two)))
+
+        def forward(self, x: Tensor) -> dict[str, list[Tensor]]:
+            return {"out": [self.rest(self.parts["first"][0](x))]}
+
+    model = Outer()
+    found = train(model, lambda x: model(x)["out"][0])
+    assert_close(found, train(Net(torch.tanh)))
+
+
+def test_a_model_called_by_its_parts() -> None:
+    model = Net(torch.tanh)
+    found = train(model, lambda x: model.two(torch.tanh(model.one(x))))
+    assert_close(found, train(Net(torch.tanh)))
+
+
+@pytest.mark.parametrize("frozen", ["one.weight", "one.bias", "two.weight", "two.bias"])
+def test_frozen_tensors_stay_and_the_rest_solves_around_them(frozen: str) -> None:
+    model = Net(torch.tanh)
+    kept = dict(model.named_parameters())[frozen].requires_grad_(False).clone()
+    before = weights(model)
+    after = train(model)
+    assert torch.equal(dict(model.named_parameters())[frozen], kept)
+    moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+    assert sum(moved) == 3
+
+
+def test_a_frozen_layer_in_the_middle() -> None:
+    model = network()
+    for p in model[2].parameters():
+        p.requires_grad_(False)
+    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+    before = weights(model)
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert moved == [True, True, False, False, True, True]
+    assert "frozen" in opt.summary()
+    for p in model[2].parameters():  # and it joins in once thawed
+        p.requires_grad_(True)
+    opt.zero_grad()
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.step()
+    assert not torch.equal(weights(model)[2], before[2])
+
+
+def test_passes_without_a_backward_leave_nothing() -> None:
+    model, other = network(), network()
+    opts = [LocoProp(m, lr=1e-2, momentum=0.9, output_transfer="sigmoid") for m in (model, other)]
+    for seed in range(3):
+        x = batch(8, 6, seed=seed)
+        model(batch(20, 6, seed=99))  # an evaluation with gradients on
+        with torch.no_grad():
+            model(batch(20, 6, seed=98))
+        for m, opt in zip((model, other), opts, strict=True):
+            cross_entropy(m(x), x[:, :3]).backward()
+            opt.step()
+            opt.zero_grad()
+    assert_close(weights(model), weights(other), 0.0)
+
+
+def test_zero_grad_between_forward_and_backward() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-2, momentum=0.9, output_transfer="sigmoid")
+    for seed in range(3):
+        x = batch(8, 6, seed=seed)
+        loss = cross_entropy(model(x), x[:, :3])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+    assert_close(weights(model), train(network()), 0.0)
+
+
+def test_a_functional_use_of_a_weight_takes_a_backprop_step() -> None:
+    class Functional(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(torch.tanh(self.one(x)), self.two.weight, self.two.bias)
+
+    model = Functional(torch.tanh)
+    opt = LocoProp(model, lr=1e-2, solver="sgd", gamma=2.0)
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    expected = model.two.weight.detach() - 1e-2 * 2.0 * model.two.weight.grad
+    with pytest.warns(UserWarning, match=r"'two' has a gradient, but its forward was not called"):
+        opt.step()
+    assert_close([model.two.weight.detach()], [expected])
+
+
+def test_a_penalty_on_the_weights_is_part_of_the_problem() -> None:
+    """``p.grad`` counts, not only what flows through the layer."""
+    model = Net(torch.tanh)
+    opt = LocoProp(model, lr=1e-2, solver="sgd", local_steps=1, gamma=1.0)
+    x = batch(8, 6)
+    before = weights(model)
+    (cross_entropy(model(x), x[:, :3]) + model.one.weight.square().sum()).backward()
+    expected = before[0] - 1e-2 * model.one.weight.grad
+    opt.step()
+    assert_close([weights(model)[0]], [expected])
+
+
+class Refused(nn.Module):
+    """One module of each kind that has no local problem, around one layer that has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(10, 6)
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.norm = nn.LayerNorm(6)
+        self.parametrized = parametrizations.weight_norm(nn.Linear(6, 6))
+        self.served = nn.Linear(6, 6)
+        self.tied = nn.Linear(6, 10, bias=False)
+        self.tied.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = self.norm(x + self.attention(x, x, x)[0])
+        x = torch.tanh(self.served(torch.tanh(self.parametrized(x)))) * self.scale
+        return self.tied(x)
+
+
+def test_every_parameter_is_served_or_falls_back_with_a_reason() -> None:
+    torch.manual_seed(0)
+    model = Refused()
+    opt = LocoProp(model, lr=1e-3, fallback=lambda p: torch.optim.AdamW(p, lr=1e-3))
+    before = weights(model)
+    tokens = torch.arange(8).reshape(2, 4)
+    for _ in range(2):
+        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        opt.step()
+        opt.zero_grad()
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    summary = opt.summary()
+    for reason in (
+        "no local problem for this kind of module",
+        "nn.MultiheadAttention does not call its projections",
+        "tied: a parameter is shared by 'embedding', 'tied'",
+        "its weight is computed (parametrized), not a parameter",
+    ):
+        assert reason in summary, reason
+    grouped = [p for group in opt.param_groups for p in group["params"]]
+    assert {id(p) for p in grouped} == {id(p) for p in model.parameters()}
+    assert len(grouped) == len(list(model.parameters()))
+
+
+def test_a_subclass_with_its_own_forward_falls_back() -> None:
+    class Doubled(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    model = nn.Sequential(Doubled(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    opt = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert "Doubled has a forward of its own" in opt.summary()

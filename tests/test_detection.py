@@ -1,0 +1,264 @@
+"""The transfer behind each layer, from the autograd graph, as ``summary()`` prints it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import ACTIVATIONS, batch
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp, transfers
+
+
+class Net(nn.Module):
+    def __init__(
+        self, between: Callable[[Tensor], Tensor], shape: tuple[int, ...] = (5, 4)
+    ) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+        self.between = between
+        self.shape = shape
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(self.between(self.one(x)))
+
+
+def transfer_of_first(between: Callable[[Tensor], Tensor], *shape: int) -> object:
+    model = Net(between)
+    opt = LocoProp(model, lr=1e-4)
+    model(batch(*(shape or (5, 4)))).square().sum().backward()
+    opt.step()
+    return opt._layers[0].transfer
+
+
+NAMED = [name for name in ACTIVATIONS if name != "step"]
+
+
+@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)])
+@pytest.mark.parametrize("name", NAMED)
+def test_every_transfer_is_found(name: str, shape: tuple[int, ...]) -> None:
+    assert transfer_of_first(ACTIVATIONS[name], *shape) == transfers.get(name)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda a: F.leaky_relu(a, 0.3), transfers.LeakyReLU(0.3)),
+        (lambda a: F.elu(a, 0.5), transfers.ELU(0.5)),
+        (lambda a: F.celu(a, 0.5), transfers.CELU(0.5)),
+        (lambda a: F.softplus(a, beta=2.0), transfers.Softplus(2.0)),
+        (lambda a: F.hardtanh(a, -2.0, 3.0), transfers.Hardtanh(-2.0, 3.0)),
+        (lambda a: a.clamp(0, 6), transfers.ReLU6()),
+        (lambda a: a.clamp(min=0), transfers.ReLU()),
+        (lambda a: a.clamp_min(0), transfers.ReLU()),
+        (lambda a: F.relu(a) ** 2, transfers.SquaredReLU()),
+        (lambda a: torch.softmax(a, dim=1), transfers.Softmax()),
+    ],
+)
+def test_parameters_of_transfers(
+    function: Callable[[Tensor], Tensor], expected: transfers.Transfer
+) -> None:
+    assert transfer_of_first(function) == expected
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a: torch.tanh(a).reshape(-1, 4),
+        lambda a: torch.tanh(a[None])[0],
+        lambda a: torch.tanh(a).clone(),
+        lambda a: torch.tanh(a.float().double()),
+        lambda a: F.dropout(torch.tanh(a), 0.5),
+        lambda a: F.layer_norm(torch.tanh(a), (4,)),
+        lambda a: torch.tanh(a) * 2 + 1,
+        lambda a: sum(torch.tanh(a) for _ in range(1)) + torch.tanh(a.detach()),
+    ],
+)
+def test_what_comes_after_the_transfer_does_not_matter(
+    function: Callable[[Tensor], Tensor],
+) -> None:
+    assert transfer_of_first(function) == transfers.Tanh()
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (F.gelu, "gelu is not monotone"),
+        (F.silu, "silu is not monotone"),
+        (F.mish, "mish is not monotone"),
+        (F.hardswish, "hardswish is not monotone"),
+        (lambda a: torch.tanh(a + 1), "followed by Add"),
+        (lambda a: torch.tanh(F.layer_norm(a, (4,))), "followed by NativeLayerNorm"),
+        (lambda a: a + torch.tanh(a), "feeds several operations"),
+        (lambda a: torch.tanh(a) + torch.relu(a), "feeds several operations"),
+        (lambda a: torch.softmax(a, dim=0), "followed by Softmax"),
+        (torch.sin, "followed by Sin"),
+        (lambda a: F.leaky_relu(a, -0.1), "followed by LeakyRelu"),
+        (lambda a: F.elu(a, -0.5), "followed by Elu"),
+        (lambda a: a.clamp(max=1), "followed by Clamp"),
+        (lambda a: a.clamp_min(1), "followed by ClampMin"),
+        (lambda a: a / (2 + a.abs() * a), "feeds several operations"),
+        (lambda a: a / 3, "followed by Div"),
+        (lambda a: a / (a.square() + 1), "feeds several operations"),
+    ],
+)
+def test_no_elementwise_transfer_means_locoprop_s_and_says_why(
+    function: Callable[[Tensor], Tensor], reason: str
+) -> None:
+    model = Net(function)
+    opt = LocoProp(model, lr=1e-4)
+    model(batch(5, 4)).square().sum().backward()
+    opt.step()
+    row = opt.summary().splitlines()[2]
+    assert row.split()[3:5] == ["none", "locoprop-s"]
+    assert reason in row
+
+
+def output_row(opt: LocoProp) -> list[str]:
+    return opt.summary().splitlines()[3].split(maxsplit=5)
+
+
+def test_the_output_transfer_is_asked_for_when_unknown() -> None:
+    model = Net(torch.tanh)
+    opt = LocoProp(model, lr=1e-4)
+    F.mse_loss(model(batch(5, 4)), batch(5, 4)).backward()
+    opt.step()
+    assert output_row(opt)[4:] == [
+        "locoprop-s",
+        "its transfer is inside the loss: pass output_transfer= or loss_fn=",
+    ]
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])
+def test_output_transfer_by_name(name: str) -> None:
+    model = Net(torch.tanh)
+    opt = LocoProp(model, lr=1e-4, output_transfer=name)
+    F.mse_loss(model(batch(5, 4)), batch(5, 4)).backward()
+    opt.step()
+    assert output_row(opt)[3:5] == [name, "locoprop-m"]
+
+
+LOSSES = [
+    (nn.BCEWithLogitsLoss(), "sigmoid"),
+    (nn.CrossEntropyLoss(), "softmax"),
+    (nn.MSELoss(), "linear"),
+    (F.binary_cross_entropy_with_logits, "sigmoid"),
+    (F.cross_entropy, "softmax"),
+    (F.mse_loss, "linear"),
+]
+
+
+@pytest.mark.parametrize(("loss_fn", "name"), LOSSES)
+def test_output_transfer_from_the_loss(loss_fn: Callable[..., Tensor], name: str) -> None:
+    model = Net(torch.tanh)
+    opt = LocoProp(model, lr=1e-4, loss_fn=loss_fn)
+    loss_fn(model(batch(5, 4)), batch(5, 4)).backward()
+    opt.step()
+    assert output_row(opt)[3:5] == [name, "locoprop-m"]
+
+
+@pytest.mark.parametrize(("loss_fn", "name"), LOSSES)
+def test_output_transfer_from_the_closure(loss_fn: Callable[..., Tensor], name: str) -> None:
+    model = Net(torch.tanh)
+    opt = LocoProp(model, lr=1e-4)
+
+    def closure() -> Tensor:
+        loss = loss_fn(model(batch(5, 4)), batch(5, 4))
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert output_row(opt)[3:5] == [name, "locoprop-m"]
+
+
+def test_a_transfer_inside_the_model_needs_no_loss() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid())
+    opt = LocoProp(model, lr=1e-4)
+    F.binary_cross_entropy(model(batch(5, 4).float()), batch(5, 4).float()).backward()
+    opt.step()
+    assert output_row(opt)[3:5] == ["sigmoid", "locoprop-m"]
+
+
+def test_a_loss_computed_inside_the_model_is_seen() -> None:
+    class WithLoss(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.cross_entropy(super().forward(x), x)
+
+    model = WithLoss(torch.tanh)
+    opt = LocoProp(model, lr=1e-4)
+    model(batch(5, 4)).backward()
+    opt.step()
+    assert output_row(opt)[3:5] == ["softmax", "locoprop-m"]
+
+
+def test_explicit_transfers_win() -> None:
+    model = Net(torch.tanh)
+    opt = LocoProp(
+        model,
+        lr=1e-4,
+        transfers={"one": "linear", "two": transfers.Softplus(2.0)},
+        output_transfer="sigmoid",
+    )
+    assert [row.split()[3] for row in opt.summary().splitlines()[2:4]] == ["linear", "softplus"]
+    model(batch(5, 4)).square().sum().backward()
+    opt.step()
+    assert [row.split()[3] for row in opt.summary().splitlines()[2:4]] == ["linear", "softplus"]
+    assert opt._layers[1].is_output
+
+
+@pytest.mark.parametrize("name", ["gelu", "SiLU"])
+def test_an_explicit_non_monotone_transfer_is_served_by_locoprop_s(name: str) -> None:
+    opt = LocoProp(Net(torch.tanh), transfers={"one": name})
+    row = opt.summary().splitlines()[2]
+    assert "locoprop-s" in row
+    assert f"{name} is not monotone" in row
+
+
+def test_the_wrong_transfer_makes_a_difference() -> None:
+    results = []
+    for given in (None, {"one": "linear"}):
+        torch.manual_seed(0)
+        model = Net(torch.tanh)
+        opt = LocoProp(model, lr=1e-2, transfers=given)
+        model(4 * batch(5, 4)).square().sum().backward()
+        opt.step()
+        results.append(model.one.weight.detach())
+    assert (results[0] - results[1]).abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("variant", ["pocoprop-s", "pocoprop-m"])
+def test_an_explicit_transfer_that_is_not_the_graphs_own_still_starts_at_backprop(
+    variant: str,
+) -> None:
+    """∂L/∂y is then pulled back through the given transfer, not read behind the other one."""
+    torch.manual_seed(0)
+    model = Net(torch.tanh)
+    opt = LocoProp(model, lr=1e-2, variant=variant, solver="sgd", transfers={"one": "softplus"})
+    model(batch(5, 4)).square().sum().backward()
+    layer = opt._layers[0]
+    assert layer.post_gradients() is None
+    a = batch(5, 4) @ model.one.weight.mT + model.one.bias
+    v = layer.transfer.pull_back(a, layer.gradients())
+    torch.testing.assert_close(layer.transfer.vjp(a, v), layer.gradients())
+
+
+def test_post_gradients_of_squared_relu_are_taken_behind_the_square() -> None:
+    torch.manual_seed(0)
+    model = Net(lambda a: torch.relu(a) ** 2)
+    opt = LocoProp(model, lr=1e-3, variant="pocoprop-s", gamma=1.0)
+    for _ in range(2):
+        model(batch(5, 4)).square().sum().backward()
+        layer = opt._layers[0]
+        y = (torch.relu(batch(5, 4) @ model.one.weight.mT + model.one.bias) ** 2).detach()
+        y.requires_grad_()
+        (expected,) = torch.autograd.grad(
+            torch.nn.functional.linear(y, model.two.weight, model.two.bias).square().sum(), y
+        )
+        if layer.transfer is not None:
+            torch.testing.assert_close(layer.post_gradients(), expected)
+        opt.step()
+        opt.zero_grad()
+    assert layer.transfer == transfers.SquaredReLU()

@@ -1,0 +1,142 @@
+"""The sampled Fisher matrix, the natural target, and the Fisher regularizer."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp, Variant, transfers
+from torch_locoprop.fisher import damped_solve, sampled_output_gradient, second_moment
+from torch_locoprop.losses import Squared
+from torch_locoprop.targets import NaturalGradient
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])
+def test_sampled_gradients_have_the_fisher_of_the_predictive_distribution(name: str) -> None:
+    """Their second moment is F's Hessian: y(1−y), diag(y) − yyᵀ, and I."""
+    transfer = transfers.get(name)
+    a = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64)
+    rows = a.expand(200_000, 3)
+    g = sampled_output_gradient(transfer, rows, torch.Generator().manual_seed(0))
+    expected = transfer.derivative(a)
+    expected = torch.diag(expected) if transfer.elementwise else expected
+    torch.testing.assert_close(second_moment(g), expected, rtol=0, atol=1e-2)
+    torch.testing.assert_close(g.mean(0), torch.zeros(3).double(), rtol=0, atol=1e-2)
+
+
+def test_sampling_does_not_touch_gradients_and_is_undone_by_no_grad() -> None:
+    model = network()
+    LocoProp(model, variant="natural-s", output_transfer="sigmoid")
+    model(batch(5, 6))
+    assert all(p.grad is None for p in model.parameters())
+    with torch.no_grad():
+        model(batch(5, 6))
+
+
+def test_running_fisher_and_refresh() -> None:
+    """Sampled in steps 0 and 2 only, averaged with weight ½."""
+    model = network()
+    variant = Variant("natural", NaturalGradient(decay=0.5, every=2), Squared())
+    opt = LocoProp(model, lr=1e-4, variant=variant, output_transfer="sigmoid")
+    expected = None
+    for step in range(4):
+        x = batch(7, 6, seed=step)
+        cross_entropy(model(x), x[:, :3]).backward()
+        sampled = opt._layers[1].sampled()
+        assert (sampled is not None) == (step % 2 == 0)
+        if sampled is not None:
+            fresh = sampled.mT @ sampled / 7
+            expected = fresh if expected is None else 0.5 * expected + 0.5 * fresh
+        opt.step()
+        opt.zero_grad()
+        assert_close([opt.state[model[2].weight]["fisher"]], [expected])
+
+
+def test_one_iteration_is_the_preconditioned_gradient() -> None:
+    """``W − ηγ D⁻¹ G``, weight and bias alike."""
+    model = network()
+    opt = LocoProp(
+        model, lr=0.1, gamma=2.0, variant="natural-s", solver="sgd", local_steps=1,
+        output_transfer="sigmoid",
+    )  # fmt: skip
+    before = weights(model)
+    x = batch(7, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    g = opt._layers[0].sampled()
+    fisher = g.mT @ g / len(g)
+    fisher += 1e-2 * fisher.diagonal().mean() * torch.eye(len(fisher)).double()
+    inverse = torch.linalg.inv(fisher)
+    opt.step()
+    assert_close(
+        weights(model)[:2],
+        [
+            before[0] - 0.2 * inverse @ model[0].weight.grad,
+            before[1] - 0.2 * inverse @ model[0].bias.grad,
+        ],
+        1e-9,
+    )
+
+
+def fisher_pieces(model: nn.Sequential, opt: LocoProp, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Dense damped factors D and A of the first layer and its joint gradient."""
+    g = opt._layers[0].sampled()
+    rows = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    factors = []
+    for matrix in (g.mT @ g / len(g), rows.mT @ rows / len(x)):
+        eye = torch.eye(len(matrix)).double()
+        factors.append(matrix + 1e-2 * matrix.diagonal().mean() * eye)
+    joint = torch.cat([model[0].weight.grad, model[0].bias.grad[:, None]], 1)
+    return factors[0], factors[1], joint
+
+
+def test_fisher_regularizer_takes_a_natural_gradient_step_first() -> None:
+    """``w − ηγ F⁻¹ vec(G)`` with the dense Kronecker-factored Fisher (Eq. 13)."""
+    model = network()
+    opt = LocoProp(
+        model, lr=0.1, gamma=2.0, variant="locoprop-m", solver="sgd", local_steps=1,
+        regularizer="fisher", output_transfer="sigmoid",
+    )  # fmt: skip
+    before = weights(model)
+    x = batch(9, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    d, a, joint = fisher_pieces(model, opt, x)
+    opt.step()
+    step = torch.linalg.solve(torch.kron(a, d), joint.mT.reshape(-1)).reshape(joint.mT.shape).mT
+    assert_close(
+        weights(model)[:2], [before[0] - 0.2 * step[:, :-1], before[1] - 0.2 * step[:, -1]], 1e-9
+    )
+
+
+def test_fisher_regularized_iterations_converge_to_the_minimiser() -> None:
+    """Squared loss: ``Δ C + D Δ A / η = −γ G``, by a dense solve."""
+    gamma = 2.0
+    model = network()
+    opt = LocoProp(
+        model, gamma=gamma, variant="locoprop-s", solver="sgd", local_steps=200,
+        local_decay="constant", regularizer="fisher", output_transfer="sigmoid",
+    )  # fmt: skip
+    before = weights(model)
+    x = batch(9, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    d, a, joint = fisher_pieces(model, opt, x)
+    rows = torch.cat([x, torch.ones(len(x), 1).double()], 1)
+    curvature = torch.kron((rows.mT @ rows).contiguous(), torch.eye(5).double())
+    fisher = torch.kron(a, d)
+    # the iteration contracts while η times the curvature in the Fisher metric is below one
+    eta = 0.5 / float(torch.linalg.eigvals(torch.linalg.solve(fisher, curvature)).abs().max())
+    delta = -gamma * torch.linalg.solve(curvature + fisher / eta, joint.mT.reshape(-1))
+    delta = delta.reshape(joint.mT.shape).mT
+    opt.param_groups[0]["lr"] = eta
+    opt.step()
+    assert_close(weights(model)[:2], [before[0] + delta[:, :-1], before[1] + delta[:, -1]], 1e-9)
+
+
+def test_damped_solve_is_batched() -> None:
+    root = batch(2, 3, 3)
+    matrix, right = root @ root.mT, batch(2, 3, 4, seed=3)
+    for k in range(2):
+        assert_close(
+            [damped_solve(matrix, right, 0.1)[k]], [damped_solve(matrix[k], right[k], 0.1)]
+        )

@@ -1,0 +1,192 @@
+"""What every user of ``torch.optim`` takes for granted."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+
+
+def make(**options: Any) -> tuple[nn.Sequential, LocoProp]:
+    model = network()
+    return model, LocoProp(model, **{"lr": 1e-3, "output_transfer": "sigmoid", **options})
+
+
+def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> Tensor:
+    x = batch(8, 6, seed=seed)
+    loss = cross_entropy(model(x), x[:, :3])
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    return loss.detach()
+
+
+def test_it_is_an_optimizer_with_defaults_and_groups() -> None:
+    _, opt = make()
+    assert isinstance(opt, torch.optim.Optimizer)
+    assert opt.defaults["momentum"] == 0.999
+    assert {"lr", "gamma", "local_steps", "momentum", "decay", "eps", "weight_decay"} <= set(
+        opt.param_groups[0]
+    )
+    assert "LocoProp" in repr(opt)
+
+
+def test_loss_falls() -> None:
+    model, opt = make(lr=1e-2, momentum=0.9, gamma=1.0)
+    losses = [step(model, opt, seed=k % 3) for k in range(60)]
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_step_returns_the_loss_of_its_closure_and_enables_gradients() -> None:
+    model, opt = make()
+    x = batch(8, 6)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = cross_entropy(model(x), x[:, :3])
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = opt.step(closure)
+    other, plain = make()
+    step(other, plain)
+    assert loss.item() == pytest.approx(cross_entropy(network()(x), x[:, :3]).item())
+    assert_close(weights(model), weights(other))
+
+
+def test_step_hooks_run() -> None:
+    model, opt = make()
+    seen = []
+    opt.register_step_pre_hook(lambda *_: seen.append("before"))
+    opt.register_step_post_hook(lambda *_: seen.append("after"))
+    step(model, opt)
+    assert seen == ["before", "after"]
+
+
+def test_zero_grad_clears_gradients_and_records() -> None:
+    model, opt = make()
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.zero_grad(set_to_none=False)
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+    with pytest.raises(RuntimeError, match="No layer recorded"):
+        opt.step()
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_model_and_optimizer_trains_on_by_itself(copier: Any) -> None:
+    model, opt = make(momentum=0.9)
+    step(model, opt)
+    twin, twin_opt = copier((model, opt))
+    before = weights(model)
+    step(twin, twin_opt, seed=5)
+    assert_close(before, weights(model), 0.0)  # the original did not notice
+    step(model, opt, seed=5)
+    assert_close(weights(model), weights(twin), 0.0)
+    assert_close(
+        list(twin_opt.state[twin[0].weight].values()), list(opt.state[model[0].weight].values())
+    )
+
+
+def test_a_copied_optimizer_alone_brings_its_own_model() -> None:
+    model, opt = make()
+    before = weights(model)
+    other = copy.deepcopy(opt)
+    step(other._model, other)
+    assert_close(before, weights(model), 0.0)
+    assert not torch.equal(weights(other._model)[0], before[0])
+
+
+def test_fallback_survives_copies() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    opt = LocoProp(model, lr=1e-3, fallback=lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9))
+    step(model, opt)
+    twin, twin_opt = pickle.loads(pickle.dumps((model, opt)))
+    for _ in range(2):
+        step(model, opt)
+        step(twin, twin_opt)
+    assert_close(weights(model), weights(twin), 0.0)
+
+
+def test_copies_of_the_model_are_not_recorded() -> None:
+    """An EMA copy keeps hooks that do nothing: it neither trains nor holds the optimizer."""
+    model, opt = make()
+    ema = copy.deepcopy(model)
+    x = batch(8, 6)
+    cross_entropy(ema(x), x[:, :3]).backward()
+    assert all(not layer.calls for layer in opt._layers)
+    torch.optim.swa_utils.AveragedModel(model)
+
+
+def test_the_optimizer_can_be_collected_and_takes_its_hooks_along() -> None:
+    model, opt = make()
+    step(model, opt)
+    gone = weakref.ref(opt)
+    del opt
+    gc.collect()
+    assert gone() is None
+    assert all(not module._forward_hooks for module in model.modules())
+    assert not model._forward_pre_hooks
+
+
+def test_the_graph_is_freed_after_backward() -> None:
+    """Nothing of a forward pass outlives it: no record without a backward, none after the step."""
+    model, opt = make()
+    x = batch(8, 6)
+    hidden: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out)))
+    out = model(x)
+    assert hidden[0]() is not None
+    del out
+    assert hidden[0]() is None
+    step(model, opt)
+    assert hidden[1]() is None
+    assert all(not layer.calls for layer in opt._layers)
+
+
+def test_two_optimizers_may_share_a_model() -> None:
+    model = network()
+    first = LocoProp(
+        model, lr=1e-3, output_transfer="sigmoid", param_groups=[{"params": model[0].parameters()}]
+    )
+    second = LocoProp(
+        model, lr=1e-3, output_transfer="sigmoid", param_groups=[{"params": model[2].parameters()}]
+    )
+    before = weights(model)
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    first.step()
+    second.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert moved == [True, True, True, True, False, False]
+
+
+def test_lr_may_be_a_tensor() -> None:
+    model, opt = make(lr=torch.tensor(1e-3))
+    other, plain = make(lr=1e-3)
+    step(model, opt)
+    step(other, plain)
+    assert_close(weights(model), weights(other), 1e-7)
+
+
+def test_clipped_gradients_are_what_the_local_problem_sees() -> None:
+    """One iteration on clipped gradients is SGD on clipped gradients."""
+    model, opt = make(solver="sgd", local_steps=1, gamma=1.0, lr=0.1)
+    x = batch(8, 6)
+    before = weights(model)
+    cross_entropy(model(x), x[:, :3]).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+    expected = [w - 0.1 * p.grad for w, p in zip(before, model.parameters(), strict=True)]
+    opt.step()
+    assert_close(weights(model), expected)

@@ -1,0 +1,209 @@
+"""Schedulers and per-layer overrides reach the local iterations."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import nn
+from torch.optim import lr_scheduler
+
+from torch_locoprop import LocoProp
+from torch_locoprop.regularizers import L1
+from torch_locoprop.variants import VARIANTS
+
+
+def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> None:
+    x = batch(8, 6, seed=seed)
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def after_one_step(model: nn.Sequential | None = None, **options: Any) -> list[torch.Tensor]:
+    model = model or network()
+    step(model, LocoProp(model, output_transfer="sigmoid", **options))
+    return weights(model)
+
+
+def test_scheduled_lr_is_the_one_used() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1.0, output_transfer="sigmoid")
+    lr_scheduler.LambdaLR(opt, lambda epoch: 1e-3)
+    step(model, opt)
+    assert_close(weights(model), after_one_step(lr=1e-3))
+
+
+def test_one_cycle_moves_lr_and_momentum() -> None:
+    model, reference = network(), network()
+    opt = LocoProp(model, lr=1e-3, momentum=0.9, output_transfer="sigmoid")
+    plain = LocoProp(reference, lr=1e-3, momentum=0.9, output_transfer="sigmoid")
+    scheduler = lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=6)
+    seen = set()
+    for k in range(6):
+        seen.add((opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"]))
+        plain.param_groups[0].update(
+            lr=opt.param_groups[0]["lr"], momentum=opt.param_groups[0]["momentum"]
+        )
+        step(model, opt, seed=k)
+        step(reference, plain, seed=k)
+        scheduler.step() if k < 5 else None
+    assert len(seen) == 6
+    assert_close(weights(model), weights(reference))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: lr_scheduler.StepLR(o, 1),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 5),
+        lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0),
+        lambda o: lr_scheduler.CyclicLR(o, 1e-5, 1e-3, cycle_momentum=True),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o), lr_scheduler.ExponentialLR(o, 0.9)], [2]
+        ),
+    ],
+)
+def test_torch_schedulers_run(make: Any) -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    scheduler = make(opt)
+    rates = []
+    for k in range(4):
+        step(model, opt, seed=k)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # SequentialLR warns about its own use of epochs
+            plateau = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(1.0) if plateau else scheduler.step()
+        rates.append(opt.param_groups[0]["lr"])
+    assert len(set(rates)) > 1
+
+
+OVERRIDES: list[dict[str, Any]] = [
+    {"lr": 5e-3},
+    {"gamma": 3.0},
+    {"local_steps": 3},
+    {"momentum": 0.5},
+    {"decay": 0.5},
+    {"eps": 0.5},
+    {"weight_decay": 10.0},
+    {"variant": "locoprop-s"},
+    {"variant": VARIANTS["pocoprop-s"]},
+    {"solver": "adam"},
+    {"regularizer": "l2"},
+    {"regularizer": L1(strength=0.5)},
+    {"local_decay": "constant"},
+    {"local_reduction": "mean"},
+    {"maximize": True},
+]
+
+
+@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+def test_a_group_overrides_any_setting_for_its_layer(override: dict[str, Any]) -> None:
+    """The overridden layer moves as if all had the override, the others as if none had."""
+    base = {"lr": 1e-3, "momentum": 0.9}
+    model = network()
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), **override},
+        {"params": [*model[4].named_parameters()]},
+    ]
+    mixed = after_one_step(model, **base, param_groups=groups)
+    everywhere, nowhere = after_one_step(**{**base, **override}), after_one_step(**base)
+    assert_close(mixed[2:4], everywhere[2:4])
+    assert_close(mixed[:2] + mixed[4:], nowhere[:2] + nowhere[4:])
+    assert not torch.equal(everywhere[2], nowhere[2])
+
+
+def test_weight_and_bias_may_be_in_different_groups() -> None:
+    model = network()
+    groups = [
+        {"params": [m.weight for m in model if isinstance(m, nn.Linear)]},
+        {"params": [m.bias for m in model if isinstance(m, nn.Linear)], "lr": 0.0},
+    ]
+    before = weights(model)
+    mixed = after_one_step(
+        model, lr=1e-3, momentum=0.0, local_steps=1, solver="sgd", param_groups=groups
+    )
+    plain = after_one_step(lr=1e-3, momentum=0.0, local_steps=1, solver="sgd")
+    assert_close(mixed[::2], plain[::2])
+    assert_close(mixed[1::2], before[1::2], 0.0)
+
+
+def test_a_part_of_the_model() -> None:
+    """Layers that are not given are not touched; their layer's other tensor is held fixed."""
+    model = network()
+    before = weights(model)
+    x = batch(8, 6)
+    opt = LocoProp(
+        model,
+        lr=1e-2,
+        output_transfer="sigmoid",
+        param_groups=[{"params": [model[0].weight, model[2].weight, model[2].bias]}],
+    )
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.step()
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert moved == [True, False, True, True, False, False]
+    assert "not given to this optimizer" in opt.summary()
+
+
+def test_add_param_group_serves_a_layer_that_came_later() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    step(model, opt)
+    model.append(nn.Linear(3, 3).double())
+    opt.add_param_group({"params": model[-1].parameters(), "lr": 5e-3})
+    before = weights(model)
+    step(model, opt)
+    step(model, opt)
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+    rows = opt.summary().splitlines()
+    assert rows[4].split()[3] == "linear"  # what was the output layer now feeds a layer
+    assert rows[5].split()[3] == "sigmoid"
+    with pytest.raises(ValueError, match="more than one parameter group"):
+        opt.add_param_group({"params": model[0].parameters()})
+
+
+def test_maximize_is_the_negated_loss() -> None:
+    model, other = network(), network()
+    up = LocoProp(model, lr=1e-3, maximize=True, output_transfer="sigmoid")
+    down = LocoProp(other, lr=1e-3, output_transfer="sigmoid")
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    (-cross_entropy(other(x), x[:, :3])).backward()
+    up.step()
+    down.step()
+    assert_close(weights(model), weights(other))
+
+
+@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss, nn.MSELoss, nn.CrossEntropyLoss])
+def test_mean_reduction_does_not_depend_on_batch_size_or_loss_reduction(loss: Any) -> None:
+    x, y = batch(6, 6), batch(6, 3, seed=2)
+    twice = torch.cat([x, x]), torch.cat([y, y])
+    results = []
+    for inputs, targets, reduction in ((x, y, "mean"), (*twice, "mean"), (*twice, "sum")):
+        model, criterion = network(), loss(reduction=reduction)
+        opt = LocoProp(model, lr=1e-2, local_reduction="mean", loss_fn=criterion)
+        for _ in range(3):
+            criterion(model(inputs), targets).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(weights(model))
+    assert_close(results[0], results[1], 1e-10)
+    assert_close(results[0], results[2], 1e-10)
+
+
+def test_sum_reduction_does_depend_on_the_batch_size() -> None:
+    x, y = batch(6, 6), batch(6, 3, seed=2)
+    results = []
+    for inputs, targets in ((x, y), (torch.cat([x, x]), torch.cat([y, y]))):
+        model = network()
+        opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+        cross_entropy(model(inputs), targets).backward()
+        opt.step()
+        results.append(weights(model)[0])
+    assert (results[0] - results[1]).abs().max() > 1e-4
