@@ -12,7 +12,7 @@ from torch_locoprop.losses import LocalLoss, Matching
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import L1, L2, Regularizer
 from torch_locoprop.solvers import FirstOrder, Numbers, Solver
-from torch_locoprop.targets import MirrorDescent, Target
+from torch_locoprop.targets import Target
 from torch_locoprop.transfers import Transfer
 
 
@@ -164,12 +164,3 @@ def test_zero_lr_with_the_l2_term_stands_still() -> None:
     opt.step()
     assert_close(weights(model), before, 0.0)
     assert sum(opt.skipped_updates.values()) == 0
-
-
-def test_a_target_that_needs_the_post_gradient_says_so() -> None:
-    from torch_locoprop.targets import post_gradient
-    from torch_locoprop.transfers import Tanh
-
-    with pytest.raises(ValueError, match="needs the recorded"):
-        post_gradient(torch.ones(1), Tanh(), None, None)
-    assert MirrorDescent().needs == frozenset()

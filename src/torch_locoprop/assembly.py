@@ -74,9 +74,17 @@ def local_problem(
         regularizer=method.regularizer,
         row_weight=1 / max(len(x), 1) if mean else 1.0,
         g=layer.gradients() if "g" in target.needs else None,
-        v=layer.post_gradients() if "v" in target.needs else None,
+        v=_post_gradients(layer, x) if "v" in target.needs else None,
         fisher=fisher,
     )
+
+
+def _post_gradients(layer: ServedLayer, x: Tensor) -> Tensor | None:
+    """∂L/∂y: as recorded behind the transfer, or pulled back from ∂L/∂a through one in the loss."""
+    recorded, g = layer.post_gradients(), layer.gradients()
+    if recorded is not None or layer.transfer is None or g is None:
+        return recorded
+    return layer.transfer.pull_back(layer.kind.forward(x, **layer.tensors), g)
 
 
 def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -> Tensor | None:

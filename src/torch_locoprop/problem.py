@@ -86,7 +86,7 @@ class LocalProblem:
         )
         change = self._weight_grad(delta - self.delta0)
         return {
-            name: first + self.row_weight * change[name]
+            name: first.add(change[name], alpha=self.row_weight)
             for name, first in self.first_gradient.items()
         }
 

@@ -34,6 +34,10 @@ class Regularizer:
         return displacement
 
     @property
+    def has_direction(self) -> bool:
+        return type(self).direction is not Regularizer.direction
+
+    @property
     def has_prox(self) -> bool:
         return type(self).prox is not Regularizer.prox
 

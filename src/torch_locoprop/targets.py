@@ -84,7 +84,7 @@ class PostGradientDescent(BackPropTarget):
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
     ) -> Tensor:
-        return step_from(transfer.f(a), post_gradient(a, transfer, g, v), gamma)
+        return step_from(transfer.f(a), v, gamma)
 
 
 class DualMirrorDescent(BackPropTarget):
@@ -95,7 +95,7 @@ class DualMirrorDescent(BackPropTarget):
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
     ) -> Tensor:
-        return step_from(a, post_gradient(a, transfer, g, v), gamma)
+        return step_from(a, v, gamma)
 
 
 @dataclass(frozen=True)
@@ -138,12 +138,3 @@ class NaturalGradient(Target):
 def step_from(start: Tensor, direction: Tensor | None, gamma: float) -> Tensor:
     """``start − γ direction``; no direction: the start itself."""
     return start if direction is None else start - gamma * direction
-
-
-def post_gradient(a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None) -> Tensor:
-    """∂L/∂y: as recorded, or pulled back from ∂L/∂a where the transfer is inside the loss."""
-    if v is not None:
-        return v
-    if g is None:
-        raise ValueError("A post-activation target needs the recorded ∂L/∂a or ∂L/∂y.")
-    return transfer.pull_back(a, g)

@@ -41,10 +41,11 @@ class FirstOrder(Solver):
             for name, tensor in at.items()
         }
         for t in range(local_steps):
-            gradient = problem.first_gradient if t == 0 else problem.gradient(at)
-            direction = regularizer.direction(
-                gradient, problem.displacement(at), problem.eta, problem.metric
-            )
+            direction = problem.first_gradient if t == 0 else problem.gradient(at)
+            if regularizer.has_direction:
+                direction = regularizer.direction(
+                    direction, problem.displacement(at), problem.eta, problem.metric
+                )
             rate = local_rate(t, local_steps, local_decay)
             for name in at:
                 local = replace(numbers[name], lr=numbers[name].lr * rate)
