@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_locoprop.layers import Layer
 from torch_locoprop.losses import LocalLoss
 from torch_locoprop.regularizers import Metric, Regularizer
+from torch_locoprop.spread import Number
 from torch_locoprop.targets import Target
 from torch_locoprop.transfers import Transfer
 
@@ -38,8 +39,8 @@ class LocalProblem:
     target: Target
     loss: LocalLoss
     transfer: Transfer
-    gamma: float  # γ
-    eta: float  # η of the group, before the decay over local iterations
+    gamma: Number  # γ
+    eta: Number  # η of the group, before the decay over local iterations
     regularizer: Regularizer
     row_weight: float = 1.0  # 1: sum over rows, as the paper; 1/rows: their mean
     g: Tensor | None = None  # [..., rows, d], ∂L/∂a where the target asks for it

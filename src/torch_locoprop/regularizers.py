@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fisher import damped_solve
+from torch_locoprop.spread import Number, spread
 
 Tensors = dict[str, Tensor]
 
@@ -24,12 +25,12 @@ class Regularizer:
     needs: ClassVar[frozenset[str]] = frozenset()  # {"fisher"}: a sampled Fisher is recorded
 
     def direction(
-        self, gradient: Tensors, displacement: Tensors, eta: float, metric: Metric | None
+        self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
         """The direction the solver follows, from the local loss's gradient."""
         return gradient
 
-    def prox(self, displacement: Tensor, rate: float) -> Tensor:
+    def prox(self, displacement: Tensor, rate: Number) -> Tensor:
         """The proximal map applied to the displacement after each solver step of size ``rate``."""
         return displacement
 
@@ -41,7 +42,7 @@ class Regularizer:
     def has_prox(self) -> bool:
         return type(self).prox is not Regularizer.prox
 
-    def value(self, displacement: Tensors, eta: float, metric: Metric | None) -> Tensor:
+    def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
         """``R(W̃, W)``."""
         return torch.zeros(())
 
@@ -60,13 +61,14 @@ class L2(Regularizer):
     name = "l2"
 
     def direction(
-        self, gradient: Tensors, displacement: Tensors, eta: float, metric: Metric | None
+        self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
         return pulled_back_to_start(gradient, displacement, eta)
 
-    def value(self, displacement: Tensors, eta: float, metric: Metric | None) -> Tensor:
+    def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
         squares = [value.square().sum() for value in displacement.values()]
-        return torch.stack(squares).sum() / (2 * eta)
+        total: Tensor = torch.stack(squares).sum() / (2 * eta)
+        return total
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,11 @@ class L1(Regularizer):
         if not self.strength >= 0:
             raise ValueError(f"Invalid strength={self.strength}. Must be >= 0.")
 
-    def prox(self, displacement: Tensor, rate: float) -> Tensor:
+    def prox(self, displacement: Tensor, rate: Number) -> Tensor:
         threshold = rate * self.strength
         return displacement.sign() * (displacement.abs() - threshold).clamp_min(0)
 
-    def value(self, displacement: Tensors, eta: float, metric: Metric | None) -> Tensor:
+    def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
         return self.strength * torch.stack([v.abs().sum() for v in displacement.values()]).sum()
 
 
@@ -111,17 +113,18 @@ class FisherMahalanobis(Regularizer):
             raise ValueError(f"Invalid decay={self.decay}. Must be in [0, 1).")
 
     def direction(
-        self, gradient: Tensors, displacement: Tensors, eta: float, metric: Metric | None
+        self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
         assert metric is not None
         left = damped_solve(metric.pre_activation, join(gradient), self.damping)
         natural = damped_solve(metric.inputs, left.mT, self.damping).mT
         return pulled_back_to_start(split(natural, gradient), displacement, eta)
 
-    def value(self, displacement: Tensors, eta: float, metric: Metric | None) -> Tensor:
+    def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
         assert metric is not None
         joint = join(displacement)
-        return (joint * (metric.pre_activation @ joint @ metric.inputs)).sum() / (2 * eta)
+        total: Tensor = (joint * (metric.pre_activation @ joint @ metric.inputs)).sum() / (2 * eta)
+        return total
 
 
 REGULARIZERS: dict[str, Regularizer] = {
@@ -130,11 +133,11 @@ REGULARIZERS: dict[str, Regularizer] = {
 }
 
 
-def pulled_back_to_start(gradient: Tensors, displacement: Tensors, eta: float) -> Tensors:
+def pulled_back_to_start(gradient: Tensors, displacement: Tensors, eta: Number) -> Tensors:
     """``gradient + displacement / η``; at η = 0 nothing has moved."""
-    if eta == 0:
+    if isinstance(eta, float) and eta == 0:
         return gradient
-    return {name: value + displacement[name] / eta for name, value in gradient.items()}
+    return {k: value + displacement[k] / spread(eta, value) for k, value in gradient.items()}
 
 
 def join(tensors: Tensors) -> Tensor:

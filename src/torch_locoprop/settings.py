@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from torch_locoprop.losses import LocalLoss
-from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.solvers import LOCAL_DECAYS, SOLVERS, Solver
 from torch_locoprop.solvers.exact import Exact
 from torch_locoprop.targets import Target
@@ -92,7 +92,7 @@ class Components:
                     "Use a first-order solver, or variant='locoprop-s', 'locoprop-m', 'natural-s' "
                     "or 'proxprop'."
                 )
-            if group["regularizer"] not in ("none", "l2"):
+            if type(self.regularizer(group)) not in (Regularizer, L2):
                 raise ValueError(
                     f"solver='exact' solves the problem with the L2 regularizer; "
                     f"regularizer={group['regularizer']!r} needs a first-order solver."

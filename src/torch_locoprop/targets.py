@@ -18,6 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from torch_locoprop.fisher import damped_solve
+from torch_locoprop.spread import Number, spread
 from torch_locoprop.transfers import Transfer
 
 Tensors = dict[str, Tensor]
@@ -33,13 +34,13 @@ class Target:
     needs: ClassVar[frozenset[str]] = frozenset({"g"})
 
     def __call__(
-        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
         """Return the target rows ``[..., rows, features]``."""
         raise NotImplementedError
 
     def first_gradient(
-        self, gradient: Tensors, gamma: float, fisher: Tensor | None
+        self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
         """The local weight gradient at the start, from the ordinary one; None: take ``δ₀ᵀX``."""
         return None
@@ -49,9 +50,9 @@ class BackPropTarget(Target):
     """A target whose first residual is ``γ g``: one local iteration is a BackProp step."""
 
     def first_gradient(
-        self, gradient: Tensors, gamma: float, fisher: Tensor | None
+        self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
-        return {name: gamma * value for name, value in gradient.items()}
+        return {name: spread(gamma, value) * value for name, value in gradient.items()}
 
 
 class GradientDescent(BackPropTarget):
@@ -60,7 +61,7 @@ class GradientDescent(BackPropTarget):
     needs = frozenset()
 
     def __call__(
-        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
         return step_from(a, g, gamma)
 
@@ -71,7 +72,7 @@ class MirrorDescent(BackPropTarget):
     needs = frozenset()
 
     def __call__(
-        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
         return step_from(transfer.f(a), g, gamma)
 
@@ -82,7 +83,7 @@ class PostGradientDescent(BackPropTarget):
     needs = frozenset({"g", "v"})
 
     def __call__(
-        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
         return step_from(transfer.f(a), v, gamma)
 
@@ -93,7 +94,7 @@ class DualMirrorDescent(BackPropTarget):
     needs = frozenset({"g", "v"})
 
     def __call__(
-        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
         return step_from(a, v, gamma)
 
@@ -121,20 +122,20 @@ class NaturalGradient(Target):
             raise ValueError(f"Invalid every={self.every}. Must be >= 1.")
 
     def __call__(
-        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: float
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
         return a
 
     def first_gradient(
-        self, gradient: Tensors, gamma: float, fisher: Tensor | None
+        self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
         assert fisher is not None
         return {
-            name: gamma * damped_solve(fisher, value, self.damping)
+            name: spread(gamma, value) * damped_solve(fisher, value, self.damping)
             for name, value in gradient.items()
         }
 
 
-def step_from(start: Tensor, direction: Tensor | None, gamma: float) -> Tensor:
+def step_from(start: Tensor, direction: Tensor | None, gamma: Number) -> Tensor:
     """``start − γ direction``; no direction: the start itself."""
-    return start if direction is None else start - gamma * direction
+    return start if direction is None else start - spread(gamma, start) * direction

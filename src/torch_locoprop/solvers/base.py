@@ -8,18 +8,28 @@ from typing import ClassVar
 from torch import Tensor
 
 from torch_locoprop.problem import LocalProblem
+from torch_locoprop.spread import Number, spread
 
 Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one tensor's parameter group; any may be a tensor that broadcasts."""
+    """The numbers of one tensor's parameter group, or tensors of them for a population."""
 
-    lr: float  # η
-    momentum: float = 0.0  # μ or β₁
-    decay: float = 0.0  # ρ or β₂
-    eps: float = 0.0  # ε
+    lr: Number  # η
+    momentum: Number = 0.0  # μ or β₁
+    decay: Number = 0.0  # ρ or β₂
+    eps: Number = 0.0  # ε
+
+    def at(self, rate: float, tensor: Tensor) -> Numbers:
+        """For one local iteration on one tensor: the rate applied, and everything spread."""
+        return Numbers(
+            spread(self.lr * rate, tensor),
+            spread(self.momentum, tensor),
+            spread(self.decay, tensor),
+            spread(self.eps, tensor),
+        )
 
 
 class Solver:

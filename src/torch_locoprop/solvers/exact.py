@@ -24,6 +24,7 @@ from torch_locoprop.fisher import cholesky, damped, running_average
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import join, split
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors
+from torch_locoprop.spread import Number, spread
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,8 @@ class Exact(Solver):
         local_decay: str,
     ) -> tuple[Tensors, dict[str, Tensors]]:
         owner = "weight" if "weight" in problem.start else "bias"
-        eta, state = numbers[owner].lr, states[owner]
-        gradient = join(problem.first_gradient)
+        gradient, state = join(problem.first_gradient), states[owner]
+        eta = spread(numbers[owner].lr, gradient)
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
         if self.every == 1 and self.decay == 0 and self.damping is None:
@@ -72,7 +73,7 @@ class Exact(Solver):
         return new, {**states, owner: state}
 
     def _on_running_gram(
-        self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: float
+        self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: Number
     ) -> tuple[Tensor, Tensors]:
         """The solution with C and its factorisation kept in the state."""
         step = state.get("step", torch.zeros((), dtype=torch.float32))
@@ -91,17 +92,17 @@ class Exact(Solver):
             kept["eigenvalues"], kept["eigenvectors"] = state["eigenvalues"], state["eigenvectors"]
         values, basis = kept["eigenvalues"], kept["eigenvectors"]
         if self.damping is None:
-            return -eta * _sylvester_in_basis(gradient, eta * values, basis, 1.0, h), kept
+            return -eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta), kept
         shift = self.damping * values.mean(-1)[..., None, None]
         return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
 
-    def _system(self, gram: Tensor, eta: float) -> Tensor:
+    def _system(self, gram: Tensor, eta: Number) -> Tensor:
         if self.damping is not None:
             return damped(gram, self.damping)
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
 
 
-def implicit_step(gradient: Tensor, x: Tensor, eta: float) -> Tensor:
+def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:
     """Δ of ``Δ (I + η XᵀX) = −η G``: G ``[..., d, n]``, X ``[..., rows, n]``."""
     rows, n = x.shape[-2:]
     if rows >= n:
@@ -112,39 +113,40 @@ def implicit_step(gradient: Tensor, x: Tensor, eta: float) -> Tensor:
     return -eta * (gradient - eta * inner @ x)
 
 
-def sylvester(gradient: Tensor, x: Tensor, eta: float, h: Tensor) -> Tensor:
+def sylvester(gradient: Tensor, x: Tensor, eta: Number, h: Tensor) -> Tensor:
     """Δ of ``Δ + η H Δ XᵀX = −η G`` with H ``[..., d]`` (diagonal) or ``[..., d, d]``."""
     rows, n = x.shape[-2:]
     if rows >= n:
         values, basis = eigh(x.mT @ x)
-        return -eta * _sylvester_in_basis(gradient, eta * values, basis, 1.0, h)
+        return -eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta)
     values, left = eigh(x @ x.mT)
     # Right singular vectors of the rows that carry anything; outside their span Δ = −η G.
     negligible = values <= values.amax(-1, keepdim=True) * rows * torch.finfo(x.dtype).eps
     basis = x.mT @ (left / values.masked_fill(negligible, torch.inf).sqrt().unsqueeze(-2))
     outside = gradient - gradient @ basis @ basis.mT
-    return -eta * (outside + _sylvester_in_basis(gradient, eta * values, basis, 1.0, h))
+    return -eta * (outside + _sylvester_in_basis(gradient, values, basis, 1.0, h, eta))
 
 
 def _sylvester_in_basis(
-    gradient: Tensor, values: Tensor, basis: Tensor, shift: float | Tensor, h: Tensor
+    gradient: Tensor, values: Tensor, basis: Tensor, shift: Number, h: Tensor, eta: Number = 1.0
 ) -> Tensor:
-    """``Σ`` of ``shift·Σ + H Σ C = G`` in the span of ``basis``, C = basis diag(values) basisᵀ."""
+    """``Σ`` of ``shift·Σ + η H Σ C = G`` in the span of ``basis``, C = basis diag(values) basisᵀ."""
     inside = gradient @ basis
     if h.dim() < gradient.dim():
-        return inside / (shift + h.unsqueeze(-1) * values.unsqueeze(-2)) @ basis.mT
+        return inside / (shift + eta * h.unsqueeze(-1) * values.unsqueeze(-2)) @ basis.mT
     slopes, frame = eigh(h)
-    solved = (frame.mT @ inside) / (shift + slopes.unsqueeze(-1) * values.unsqueeze(-2))
+    solved = (frame.mT @ inside) / (shift + eta * slopes.unsqueeze(-1) * values.unsqueeze(-2))
     return frame @ solved @ basis.mT
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (negative rounding removed) and vectors; NaN where the matrix is not finite."""
-    if not bool(matrix.isfinite().all()):
-        return torch.full_like(matrix[..., 0], torch.nan), torch.full_like(matrix, torch.nan)
+    """Eigenvalues (negative rounding removed) and vectors; NaN where a matrix is not finite."""
+    finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+    matrix = torch.where(finite, matrix, 0.0)
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         precise, frame = torch.linalg.eigh(matrix.double())
         values, vectors = precise.to(matrix.dtype), frame.to(matrix.dtype)
-    return values.clamp_min(0), vectors
+    nan = torch.where(finite, 0.0, torch.nan)
+    return values.clamp_min(0) + nan.squeeze(-1), vectors + nan

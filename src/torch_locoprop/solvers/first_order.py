@@ -6,8 +6,6 @@ state. Nothing is changed in place; leading dimensions are free.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -37,7 +35,7 @@ class FirstOrder(Solver):
         regularizer = problem.regularizer
         at = dict(problem.start)
         states = {
-            name: {**self.init(tensor, numbers[name]), **states[name]}
+            name: {**self.init(tensor, numbers[name].at(1.0, tensor)), **states[name]}
             for name, tensor in at.items()
         }
         for t in range(local_steps):
@@ -48,7 +46,7 @@ class FirstOrder(Solver):
                 )
             rate = local_rate(t, local_steps, local_decay)
             for name in at:
-                local = replace(numbers[name], lr=numbers[name].lr * rate)
+                local = numbers[name].at(rate, at[name])
                 change, states[name] = self.step(direction[name], states[name], local)
                 at[name] = at[name] - change
                 if regularizer.has_prox:
@@ -124,16 +122,15 @@ class Adam(FirstOrder):
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
         return {
-            "step": torch.zeros((), dtype=torch.float32),
+            "step": torch.zeros((), dtype=torch.float64, device=tensor.device),
             "square": torch.zeros_like(tensor),
             "momentum": torch.zeros_like(tensor),
         }
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
-        step = state["step"] + 1
-        t = step.item()
+        t = state["step"] + 1
         m = numbers.momentum * state["momentum"] + (1 - numbers.momentum) * gradient
         v = numbers.decay * state["square"] + (1 - numbers.decay) * gradient.square()
         rate = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
-        change = rate * m / (v.sqrt() + numbers.eps)
-        return change, {"step": step, "square": v, "momentum": m}
+        change = torch.as_tensor(rate).to(m) * m / (v.sqrt() + numbers.eps)
+        return change, {"step": t, "square": v, "momentum": m}

@@ -1,0 +1,228 @@
+"""K configurations of one autoencoder, trained together as one batched model.
+
+Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, rows
+``[K, rows, features]``. The local problems, solvers and transfers are the library's own, which leave
+leading dimensions free; forward and backward are written out here, so a step is a fixed sequence of
+tensor operations with no host synchronisation, and on a GPU is replayed as one graph.
+
+A member whose solution is not finite keeps the weights it had and is counted; the others do not
+notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
+from torch_locoprop.spread import spread
+from torch_locoprop.transfers import Sigmoid, Transfer
+from torch_locoprop.variants import VARIANTS, Variant
+
+Tensors = dict[str, Tensor]
+
+NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
+
+
+@dataclass(frozen=True)
+class Method:
+    """What all members share; their numbers differ."""
+
+    variant: Variant = VARIANTS["locoprop-m"]
+    solver: Solver = SOLVERS["rmsprop"]
+    local_steps: int = 10
+    local_decay: str = "linear"
+    regularizer: Regularizer = REGULARIZERS["none"]
+
+
+class Population:
+    """The members' weights, solver states and numbers.
+
+    ``models`` are K untrained models of one shape, ``transfers`` the transfer behind each of their
+    linear layers, the output's included, and ``numbers`` the settings of each member.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        transfers: Sequence[Transfer],
+        method: Method,
+        numbers: Sequence[Mapping[str, float]],
+    ) -> None:
+        if not models or len(models) != len(numbers):
+            raise ValueError(
+                f"{len(models)} models and {len(numbers)} settings: give one for each."
+            )
+        linear = [[m for m in model.modules() if isinstance(m, nn.Linear)] for model in models]
+        if len(linear[0]) != len(transfers):
+            raise ValueError(f"{len(linear[0])} layers and {len(transfers)} transfers.")
+        if not isinstance(transfers[-1], Sigmoid):
+            raise ValueError(
+                "The loss is a sigmoid cross-entropy: the last transfer must be sigmoid."
+            )
+        self.method = method
+        self.transfers = tuple(transfers)
+        self.layers: list[Tensors] = [
+            {
+                "weight": torch.stack([own[m].weight.detach() for own in linear]),
+                "bias": torch.stack([own[m].bias.detach() for own in linear]),
+            }
+            for m in range(len(transfers))
+        ]
+        like = self.layers[0]["weight"]
+        self.numbers = {
+            name: torch.tensor(
+                [float(own.get(name, 0.0)) for own in numbers], dtype=like.dtype, device=like.device
+            )
+            for name in NUMBERS
+        }
+        self.skipped = torch.zeros(len(models), dtype=torch.long, device=like.device)
+        self.rate = torch.ones((), dtype=like.dtype, device=like.device)  # of the schedule
+        self.states = [self._first_states(layer) for layer in self.layers]
+
+    def __len__(self) -> int:
+        return len(self.skipped)
+
+    @torch.no_grad()
+    def step(self, images: Tensor) -> None:
+        """One training step on ``[rows, pixels]`` shared by all, or ``[K, rows, pixels]``."""
+        x = images if images.dim() == 3 else images.expand(len(self), *images.shape)
+        inputs, pre_activations = self._forward(x)
+        g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[-2]  # of the mean loss
+        v: Tensor | None = None
+        for m in reversed(range(len(self.layers))):
+            below = g @ self.layers[m]["weight"] if m > 0 else None
+            self._solve(m, inputs[m], pre_activations[m], g, v)
+            if below is not None:
+                v = below
+                g = self.transfers[m - 1].vjp(pre_activations[m - 1], below)
+
+    @torch.no_grad()
+    def losses(self, images: Tensor, rows: int = 10_000) -> Tensor:
+        """Each member's loss on all images ``[n, pixels]``: ``[K]``, on the device."""
+        total = torch.zeros_like(self.numbers["lr"])
+        for part in torch.split(images, rows):
+            target = part.expand(len(self), *part.shape)
+            logits = self._forward(target)[1][-1]
+            per_pixel = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
+            total += per_pixel.sum((-2, -1))
+        return total / len(images)
+
+    def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The input and the pre-activation of every layer."""
+        inputs, pre_activations = [], []
+        for layer, transfer in zip(self.layers, self.transfers, strict=True):
+            inputs.append(x)
+            pre_activations.append(LinearLayer().forward(x, **layer))
+            x = transfer.f(pre_activations[-1])
+        return inputs, pre_activations
+
+    def _first_states(self, layer: Tensors) -> dict[str, Tensors]:
+        solver, numbers = self.method.solver, self._solver_numbers()
+        if not isinstance(solver, FirstOrder):
+            return {name: {} for name in layer}
+        return {name: solver.init(t, numbers.at(1.0, t)) for name, t in layer.items()}
+
+    def _solver_numbers(self) -> Numbers:
+        own = self.numbers
+        return Numbers(own["lr"] * self.rate, own["momentum"], own["decay"], own["eps"])
+
+    def _solve(self, m: int, x: Tensor, a: Tensor, g: Tensor, v: Tensor | None) -> None:
+        """One layer's local problem for all members."""
+        layer, numbers, method = self.layers[m], self._solver_numbers(), self.method
+        lr = numbers.lr
+        shrink = 1 - lr * self.numbers["weight_decay"]
+        if "v" in method.variant.target.needs and v is None:
+            v = self.transfers[m].pull_back(a, g)
+        output = m == len(self.layers) - 1 and method.variant.output_by_gradient_descent
+        problem = LocalProblem(
+            layer=LinearLayer(),
+            x=x,
+            start={
+                "weight": layer["weight"] * spread(shrink, layer["weight"]),
+                "bias": layer["bias"],
+            },
+            fixed={},
+            backprop=LinearLayer().weight_grad(x, g),
+            target=method.variant.target,
+            loss=method.variant.loss,
+            transfer=self.transfers[m],
+            gamma=self.numbers["gamma"],
+            eta=lr,
+            regularizer=REGULARIZERS["none"] if output else method.regularizer,
+            g=g,
+            v=v,
+        )
+        solver = SOLVERS["sgd"] if output else method.solver
+        local_steps = 1 if output else method.local_steps
+        new, states = solver.solve(
+            problem,
+            {name: {} for name in layer} if output else self.states[m],
+            dict.fromkeys(layer, numbers),
+            local_steps,
+            method.local_decay,
+        )
+        self._write(m, new, states)
+
+    def _write(self, m: int, new: Tensors, states: dict[str, Tensors]) -> None:
+        """Write the finite members' solutions in place, so that a graph can be replayed."""
+        entries = [*new.values(), *(t for state in states.values() for t in state.values())]
+        of_members = [t for t in entries if t.dim() > 0]
+        ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
+        self.skipped += (~ok).long()
+        for name, value in new.items():
+            layer = self.layers[m][name]
+            layer.copy_(torch.where(spread_mask(ok, value), value, layer))
+            for key, entry in states.get(name, {}).items():
+                old = self.states[m][name].get(key)
+                if old is None:
+                    self.states[m][name][key] = entry
+                elif entry.dim() == 0:  # a count of iterations
+                    old.copy_(entry)
+                else:
+                    old.copy_(torch.where(spread_mask(ok, entry), entry, old))
+
+
+def spread_mask(mask: Tensor, like: Tensor) -> Tensor:
+    """``[K]`` truth values shaped to select from ``[K, ...]``."""
+    return mask.reshape(-1, *([1] * (like.dim() - 1)))
+
+
+class GraphedPopulation:
+    """Replays a population's step on a GPU as one CUDA graph; elsewhere it just steps."""
+
+    def __init__(self, population: Population, images: Tensor, rows: int) -> None:
+        self.population = population
+        self.images = images
+        self.index = torch.zeros(rows, dtype=torch.long, device=images.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def step(self, index: Tensor, rate: float) -> None:
+        """One step on ``images[index]`` at ``rate`` times each member's learning rate."""
+        self.index.copy_(index)
+        self.population.rate.fill_(rate)
+        if self._graph is not None:
+            self._graph.replay()
+        elif self.images.is_cuda:
+            self._capture()
+        else:
+            self.population.step(self.images[self.index])
+
+    def _capture(self) -> None:
+        """Take the first step on a side stream, as capture requires, then record the next ones."""
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.population.step(self.images[self.index])
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.population.step(self.images[self.index])
+        self._graph = graph
