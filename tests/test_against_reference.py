@@ -504,3 +504,38 @@ def test_learning_rate_schedule(variant, solver):
     assert_library_equals_reference(
         SMALL, rate=lambda s: min((s + 1) / 10, 1.5 - s / FEW_STEPS), variant=variant, **options
     )
+
+
+NATURAL_GAMMA = {
+    "sgd": 0.2,
+    "momentum": 0.2,
+    "nesterov": 0.2,
+    "adagrad": 0.2,
+    "rmsprop": 1.0,
+    "adam": 1.0,
+    "exact": 0.2,
+}
+
+
+@pytest.mark.parametrize("solver", NATURAL_GAMMA)
+def test_natural_targets_over_200_steps(solver: str) -> None:
+    """The Fisher matrices are the library's own samples; all that is done with them is compared."""
+    # D⁻¹ is large where the sampled gradients are small: γ makes up for it
+    options = settings(solver, variant="natural-s", gamma=NATURAL_GAMMA[solver], local_steps=3)
+    ours = Reference(AUTOENCODER.weights(), list(AUTOENCODER.transfers), True, **options)
+    model = torch_model(AUTOENCODER)
+    optimizer = LocoProp(model, output_transfer="sigmoid", **options)
+    batches, losses = AUTOENCODER.batches(), []
+    for step in range(STEPS):
+        x, target = batches[step % BATCHES]
+        loss = torch_loss(AUTOENCODER, model(torch.from_numpy(x)), torch.from_numpy(target))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        fishers = [optimizer.state[p.weight]["fisher"].numpy() for p in linear_layers(model)]
+        ours.fishers = [D + 1e-2 * D.diagonal().mean() * np.eye(len(D)) for D in fishers]
+        losses.append(ours.step(x, target, batch=AUTOENCODER.divisor))
+        for m, (theirs, W) in enumerate(zip(torch_weights(model), ours.weights, strict=True)):
+            error = np.abs(theirs - W) / np.maximum(1.0, np.abs(W))
+            assert error.max() < TOLERANCE, f"layer {m} is {error.max():.1e} off in step {step}"
+    assert_loss_falls(losses)

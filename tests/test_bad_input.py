@@ -179,3 +179,9 @@ def test_base_components_ask_to_be_subclassed() -> None:
             getattr(LocalLoss(), method)(one, one, None)
     with pytest.raises(NotImplementedError):
         LocalLoss().curvature(one, None)
+
+
+def test_fallback_cannot_be_one_that_needs_a_closure() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    with pytest.raises(TypeError, match="LBFGS needs a closure"):
+        LocoProp(model, fallback=lambda p: torch.optim.LBFGS(p))

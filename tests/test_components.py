@@ -8,11 +8,11 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.losses import LocalLoss, Matching
+from torch_locoprop.losses import LocalLoss, Matching, Squared
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import L1, L2, Regularizer
-from torch_locoprop.solvers import FirstOrder, Numbers, Solver
-from torch_locoprop.targets import Target
+from torch_locoprop.solvers import Exact, FirstOrder, Numbers, Sgd, Solver
+from torch_locoprop.targets import GradientDescent, MirrorDescent, Target
 from torch_locoprop.transfers import Transfer
 
 
@@ -106,7 +106,7 @@ def test_objects_of_one_name_are_kept_apart() -> None:
         ],
     )
     names = [group["regularizer"] for group in opt.param_groups]
-    assert names == ["l1-2", "l1-3", "l1-2"]
+    assert names == ["L1(strength=0.1)", "L1(strength=0.2)", "L1(strength=0.1)"]
     assert opt._components.regularizer(opt.param_groups[1]) == L1(strength=0.2)
 
 
@@ -164,3 +164,41 @@ def test_zero_lr_with_the_l2_term_stands_still() -> None:
     opt.step()
     assert_close(weights(model), before, 0.0)
     assert sum(opt.skipped_updates.values()) == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"solver": Sgd()}, "sgd"),
+        ({"solver": Exact()}, "exact"),
+        ({"solver": Exact(decay=0.5)}, "Exact(decay=0.5, every=1, damping=None)"),
+        ({"solver": OwnRmsProp()}, "own"),
+        ({"regularizer": L2()}, "l2"),
+        ({"regularizer": L1()}, "l1"),
+        ({"variant": Variant("locoprop-s", GradientDescent(), Squared())}, "locoprop-s"),
+        ({"variant": Variant("locoprop-s", MirrorDescent(), Squared())}, "locoprop-s-2"),
+    ],
+)
+def test_a_component_is_known_by_what_it_is(given: dict[str, object], name: str) -> None:
+    opt = LocoProp(network(), **given)
+    assert opt.param_groups[0][next(iter(given))] == name
+
+
+def test_exact_takes_an_l2_object() -> None:
+    assert_close(train(solver="exact", regularizer=L2()), train(solver="exact"))
+
+
+def test_a_component_with_tensors_is_its_own() -> None:
+    class Scaled(OwnRmsProp):
+        name = "scaled"
+
+        def __init__(self, scale: float) -> None:
+            self.scale = torch.tensor(scale)
+
+    model = network()
+    groups = [
+        {"params": model[0].parameters(), "solver": Scaled(1.0)},
+        {"params": model[2].parameters(), "solver": Scaled(2.0)},
+    ]
+    opt = LocoProp(model, param_groups=groups)
+    assert [group["solver"] for group in opt.param_groups] == ["scaled", "scaled-2"]

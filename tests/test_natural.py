@@ -140,3 +140,37 @@ def test_damped_solve_is_batched() -> None:
         assert_close(
             [damped_solve(matrix, right, 0.1)[k]], [damped_solve(matrix[k], right[k], 0.1)]
         )
+
+
+def test_every_step_and_every_pass_draws_other_labels() -> None:
+    model = network()
+    opt = LocoProp(model, lr=0.0, variant="natural-s", output_transfer="sigmoid")
+    x = batch(7, 6)
+    seen = []
+    for _ in range(2):
+        model(x)
+        cross_entropy(model(x), x[:, :3]).backward()
+        cross_entropy(model(x), x[:, :3]).backward()
+        seen += [call.sampled for call in opt._layers[-1].calls]
+        opt.step()
+        opt.zero_grad()
+    assert len(seen) == 4
+    assert all(not torch.equal(a, b) for i, a in enumerate(seen) for b in seen[:i])
+
+
+def test_a_diverged_model_draws_without_a_crash() -> None:
+    model = network()
+    opt = LocoProp(model, variant="natural-s", output_transfer="softmax")
+    nn.init.constant_(model[4].bias, torch.nan)
+    before = weights(model)
+    model(batch(7, 6)).sum().backward()
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert torch.equal(weights(model)[0], before[0])
+
+
+def test_a_frozen_model_draws_nothing() -> None:
+    model = network().requires_grad_(False)
+    opt = LocoProp(model, variant="natural-s", output_transfer="sigmoid")
+    model(batch(7, 6).requires_grad_()).sum().backward()
+    assert all(layer.sampled() is None for layer in opt._layers)

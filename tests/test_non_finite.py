@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import pytest
 import torch
 from cases import assert_close, batch, cross_entropy, network, weights
+from torch import nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
@@ -64,3 +66,17 @@ def test_a_solution_that_overflows_on_the_way() -> None:
         opt.step()
     assert_close(weights(model), before, 0.0)
     assert sum(opt.skipped_updates.values()) == 3
+
+
+def test_counts_survive_copies_and_new_groups() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    model[2].weight.grad[0, 0] = torch.nan
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert copy.deepcopy(opt).skipped_updates == {"0": 0, "2": 1, "4": 0}
+    model.append(nn.Linear(3, 3).double())
+    opt.add_param_group({"params": model[-1].parameters()})
+    assert opt.skipped_updates == {"0": 0, "2": 1, "4": 0, "5": 0}

@@ -127,3 +127,18 @@ def test_unknown_component_in_a_state_dict_changes_nothing() -> None:
         other.load_state_dict(state)
     assert other.param_groups[0]["lr"] == 5e-3
     assert not other.state
+
+
+def test_a_state_of_other_components_is_refused() -> None:
+    _, opt = make({"solver": Exact(decay=0.9)})
+    for solver in ("exact", Exact(decay=0.5)):
+        _, other = make({"solver": solver})
+        with pytest.raises(ValueError, match="same components as the one that was saved"):
+            other.load_state_dict(opt.state_dict())
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    model, opt = make({"lr": 1e-3})
+    with pytest.raises(ValueError, match="not the state dict of a LocoProp optimizer"):
+        opt.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
+    assert opt.param_groups[0]["lr"] == 1e-3

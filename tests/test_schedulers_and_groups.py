@@ -133,6 +133,35 @@ def test_weight_and_bias_may_be_in_different_groups() -> None:
     assert_close(mixed[1::2], before[1::2], 0.0)
 
 
+@pytest.mark.parametrize(
+    "setting", [{"gamma": 3.0}, {"variant": "locoprop-s"}, {"solver": "adam"}, {"maximize": True}]
+)
+def test_weight_and_bias_must_agree_on_their_problem(setting: dict[str, Any]) -> None:
+    model = network()
+    rest = [p for p in model.parameters() if p is not model[2].bias]
+    groups = [{"params": rest}, {"params": [model[2].bias], **setting}]
+    with pytest.raises(ValueError, match=rf"layer '2' solve one.*differ in {next(iter(setting))}"):
+        LocoProp(model, param_groups=groups)
+
+
+def test_weight_and_bias_must_agree_on_the_rate_of_an_exact_solution() -> None:
+    model = network()
+    rest = [p for p in model.parameters() if p is not model[2].bias]
+    groups = [{"params": rest}, {"params": [model[2].bias], "lr": 0.0}]
+    with pytest.raises(ValueError, match="differ in lr"):
+        LocoProp(model, solver="exact", param_groups=groups)
+
+
+def test_settings_that_have_no_effect_are_named() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[1].parameters(), "lr": 0.1, "weight_decay": 0.0},
+    ]
+    with pytest.warns(UserWarning, match=r"2 parameters of a group.*lr, weight_decay do not apply"):
+        LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1), param_groups=groups)
+
+
 def test_a_part_of_the_model() -> None:
     """Layers that are not given are not touched; their layer's other tensor is held fixed."""
     model = network()

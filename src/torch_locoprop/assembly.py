@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_locoprop.assignment import effective_variant
-from torch_locoprop.capture import ServedLayer
 from torch_locoprop.fisher import running_average, second_moment
 from torch_locoprop.groups import Group, decayed
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import SOLVERS, Solver
 from torch_locoprop.transfers import Linear
@@ -37,9 +37,14 @@ def method_for(layer: ServedLayer, group: Group, components: Components) -> Meth
     method = Method(
         variant, components.solver(group), components.regularizer(group), group["local_steps"]
     )
-    if not layer.calls:  # a gradient, but no rows: all that is left is the BackProp step
-        return replace(method, variant=VARIANTS["locoprop-s"], local_steps=1)
-    return method
+    return method if layer.has_rows else backprop_step(method)
+
+
+def backprop_step(method: Method) -> Method:
+    """One local iteration: all that is left for a layer with a gradient but no rows or no Fisher."""
+    return replace(
+        method, variant=VARIANTS["locoprop-s"], regularizer=REGULARIZERS["none"], local_steps=1
+    )
 
 
 def local_problem(
@@ -51,11 +56,11 @@ def local_problem(
 ) -> LocalProblem:
     """The problem over the layer's tensors that have a gradient.
 
-    Numbers of the problem as a whole (γ, η, the reduction) are those of the group of the first such
-    tensor, the weight; ``loss_terms`` is how many terms a loss that sums has, otherwise 1.
+    Numbers of the problem as a whole (γ, η, the reduction) are those of the weight's group, with
+    which the bias's must agree; ``loss_terms`` is how many terms a loss that sums has, otherwise 1.
     """
     trained = layer.with_gradient
-    group = group_of[next(iter(trained.values()))]
+    group = group_of[layer.given[0]]
     x = layer.inputs()
     mean = group["local_reduction"] == "mean"
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
@@ -65,7 +70,7 @@ def local_problem(
         x=x,
         start={name: decayed(name, p, group_of[p]) for name, p in trained.items()},
         fixed={name: p for name, p in layer.tensors.items() if name not in trained},
-        backprop={name: _scaled(p.grad, scale) for name, p in trained.items()},
+        backprop={name: scale * p.grad for name, p in trained.items() if p.grad is not None},
         target=target,
         loss=method.variant.loss,
         transfer=layer.transfer or Linear(),
@@ -73,8 +78,8 @@ def local_problem(
         eta=group["lr"],
         regularizer=method.regularizer,
         row_weight=1 / max(len(x), 1) if mean else 1.0,
-        g=layer.gradients() if "g" in target.needs else None,
-        v=_post_gradients(layer, x) if "v" in target.needs else None,
+        g=_scaled(layer.gradients(), scale) if "g" in target.needs else None,
+        v=_scaled(_post_gradients(layer, x), scale) if "v" in target.needs else None,
         fisher=fisher,
     )
 
@@ -89,20 +94,19 @@ def _post_gradients(layer: ServedLayer, x: Tensor) -> Tensor | None:
 
 def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -> Tensor | None:
     """The Fisher matrix of the pre-activations, averaged over steps, where anything asks for it."""
-    asking: Any = method.variant.target
-    if "fisher" not in asking.needs:
-        asking = method.regularizer
-    if "fisher" not in asking.needs:
-        return None
+    asking = asks_for_fisher(method)
     sampled = layer.sampled()
-    if sampled is not None:
-        return running_average(running, second_moment(sampled), asking.decay)
-    if running is None:
-        raise RuntimeError(
-            f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
-            "model(x), so that labels can be drawn from its output."
-        )
-    return running
+    if asking is None or sampled is None:
+        return running if asking else None
+    return running_average(running, second_moment(sampled), asking.decay)
+
+
+def asks_for_fisher(method: Method) -> Any:
+    """The target or regularizer that needs a Fisher matrix, if one does."""
+    for component in (method.variant.target, method.regularizer):
+        if "fisher" in component.needs:
+            return component
+    return None
 
 
 def loss_terms(layers: list[ServedLayer]) -> int:
@@ -116,6 +120,5 @@ def loss_terms(layers: list[ServedLayer]) -> int:
     return max(terms, 1)
 
 
-def _scaled(gradient: Tensor | None, scale: float) -> Tensor:
-    assert gradient is not None
-    return gradient if scale == 1 else scale * gradient
+def _scaled(rows: Tensor | None, scale: float) -> Tensor | None:
+    return rows if rows is None or scale == 1 else scale * rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch_locoprop import transfers
-from torch_locoprop.capture import ServedLayer
+from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import unknown
 from torch_locoprop.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.variants import VARIANTS, Variant
@@ -20,7 +20,7 @@ def give_transfers(layers: Iterable[ServedLayer], given: Mapping[str, str | Tran
         if name not in by_name:
             raise ValueError(unknown("module in transfers=", name, by_name))
         layer = by_name[name]
-        layer.decided = layer.explicit = True
+        layer.explicit = True
         if isinstance(transfer, str) and transfer.lower() in NON_MONOTONE:
             layer.note = f"{transfer} is not monotone: it has no matching loss"
         else:
@@ -30,14 +30,17 @@ def give_transfers(layers: Iterable[ServedLayer], given: Mapping[str, str | Tran
 def decide(
     layer: ServedLayer, output_transfer: Transfer | None, loss_transfer: Transfer | None
 ) -> None:
-    """Settle a layer's transfer from its recorded calls, unless the user gave it."""
+    """Settle, from its recorded calls, whether a layer is the output, and its transfer.
+
+    A transfer that the user gave stays.
+    """
     findings = layer.findings()
     layer.is_output = all(finding.is_output for finding in findings)
+    layer.decided = True
     if layer.explicit:
         return
-    layer.decided = True
     if layer.is_output and output_transfer is not None:
-        layer.transfer = output_transfer
+        _set_output_transfer(layer, output_transfer)
         return
     found = {finding.transfer for finding in findings}
     if len(found) > 1:
@@ -45,13 +48,23 @@ def decide(
         return
     layer.transfer, layer.note = found.pop(), findings[0].reason
     if layer.transfer is None and all(finding.inside_loss for finding in findings):
-        layer.transfer = loss_transfer
-        layer.note = "" if loss_transfer else INSIDE_LOSS
+        if loss_transfer is None:
+            layer.note = INSIDE_LOSS
+        else:
+            _set_output_transfer(layer, loss_transfer)
+
+
+def _set_output_transfer(layer: ServedLayer, transfer: Transfer) -> None:
+    if transfer.elementwise or layer.width > 1:
+        layer.transfer = transfer
+    else:
+        layer.note = "softmax over one feature is constant"
 
 
 def effective_variant(variant: Variant, layer: ServedLayer) -> tuple[Variant, str]:
     """The variant that serves a layer, and a note where it is not quite what was asked for."""
-    if variant.loss.uses_transfer and layer.decided and layer.transfer is None:
+    known = layer.decided or layer.explicit
+    if variant.loss.uses_transfer and known and layer.transfer is None:
         return VARIANTS["locoprop-s"], layer.note
     if variant.output_by_gradient_descent and layer.is_output:
         return variant, "output layer: plain gradient descent"

@@ -30,6 +30,8 @@ class Mark:
     operation: str
     transfer: Transfer | None = None
     consumers: list[Mark] = field(default_factory=list)
+    width: int = 0  # the last dimension of its output
+    has_parameters: bool = False
     gradient: Tensor | None = None  # ∂L/∂(output of this node), recorded on request
 
 
@@ -43,7 +45,7 @@ class Finding:
 
     transfer: Transfer | None
     reason: str
-    is_output: bool  # no other layer comes after it
+    is_output: bool  # nothing with parameters comes after it
     consumer: Mark | None = None
     inside_loss: bool = False  # the layer's own output is what the model returns
 
@@ -64,7 +66,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
     "AtanBackward0": lambda node: transfers.Arctan(),
     "LogSigmoidBackward0": lambda node: transfers.LogSigmoid(),
     "SoftplusBackward0": lambda node: transfers.Softplus(float(node._saved_beta)),
-    "LeakyReluBackward0": lambda node: _leaky(float(node._saved_negative_slope)),
+    "LeakyReluBackward0": lambda node: transfers.LeakyReLU(float(node._saved_negative_slope)),
     "EluBackward0": lambda node: _elu(
         float(node._saved_alpha), float(node._saved_scale), float(node._saved_input_scale)
     ),
@@ -116,8 +118,8 @@ def trace(root: Node | None, sink: Mark, record_gradients: bool = False) -> None
         stack += [(below, consumer) for below in _inputs(node, consumer)]
 
 
-def resolve(mark: Mark) -> Finding:
-    """What the traces say of one call of a layer."""
+def resolve(mark: Mark, width: int) -> Finding:
+    """What the traces say of one call of a layer that has ``width`` features."""
     is_output = not _reaches_layer(mark)
     consumers = [c for c in mark.consumers if c is not MODEL_OUTPUT]
     if not consumers:
@@ -132,22 +134,54 @@ def resolve(mark: Mark) -> Finding:
         "square"
     ]:
         return Finding(transfers.SquaredReLU(), "", is_output, consumer.consumers[0])
-    if consumer.transfer is not None:
-        return Finding(consumer.transfer, "", is_output, consumer)
-    return Finding(None, consumer.operation, is_output)
+    transfer = consumer.transfer
+    if transfer is None:
+        return Finding(None, consumer.operation, is_output)
+    if not transfer.elementwise and (width == 1 or consumer.width != width):
+        return Finding(None, "its softmax is not over the layer's features", is_output)
+    return Finding(transfer, "", is_output, consumer)
 
 
 def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
     name = node.name()
-    known = _ACTIVATIONS.get(name) or _INSIDE_LOSS.get(name)
-    transfer = known(node) if known else None
-    if _is_softsign(node):
-        transfer = transfers.Softsign()
-    mark = Mark(_describe(node), transfer, [consumer])
+    shape = _shape(node)
+    mark = Mark(
+        _describe(node),
+        _transfer_of(node),
+        [consumer],
+        width=shape[-1] if shape else 0,
+        has_parameters=_has_parameters(node),
+    )
     _notes(node)[KEY] = mark
     if record_gradients and name not in _INSIDE_LOSS:
         node.register_prehook(_recorder(mark))
     return mark
+
+
+def _transfer_of(node: Node) -> Transfer | None:
+    """The transfer a node computes; None if it is none, or not one of those that do not decrease."""
+    if _is_softsign(node):
+        return transfers.Softsign()
+    known = _ACTIVATIONS.get(node.name()) or _INSIDE_LOSS.get(node.name())
+    try:
+        return known(node) if known else None
+    except ValueError:  # parameters that make it decrease somewhere
+        return None
+
+
+def _has_parameters(node: Node) -> bool:
+    """Whether a leaf that requires a gradient enters here, perhaps transposed."""
+    for below, _ in node.next_functions:
+        if below is not None and below.name() == "TBackward0":
+            below = below.next_functions[0][0]
+        if below is not None and below.name().endswith("AccumulateGrad"):
+            return True
+    return False
+
+
+def _shape(node: Any) -> list[int]:
+    """The shape of what a node computes."""
+    return list(node._input_metadata[0].shape) if node._input_metadata else []
 
 
 def _notes(node: Any) -> dict[str, Mark]:
@@ -158,7 +192,8 @@ def _notes(node: Any) -> dict[str, Mark]:
 
 def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
     def record(gradients: tuple[Tensor, ...]) -> None:
-        mark.gradient = gradients[0].detach()
+        if gradients[0] is not None:
+            mark.gradient = gradients[0].detach()
 
     return record
 
@@ -198,7 +233,7 @@ def _reaches_layer(mark: Mark) -> bool:
     seen, stack = set(), list(mark.consumers)
     while stack:
         consumer = stack.pop()
-        if consumer is LAYER_INPUT:
+        if consumer is LAYER_INPUT or consumer.has_parameters:
             return True
         if id(consumer) not in seen:
             seen.add(id(consumer))
@@ -206,13 +241,7 @@ def _reaches_layer(mark: Mark) -> bool:
     return False
 
 
-def _leaky(slope: float) -> Transfer | None:
-    return transfers.LeakyReLU(slope) if slope >= 0 else None
-
-
-def _elu(alpha: float, scale: float, input_scale: float) -> Transfer | None:
-    if min(alpha, scale, input_scale) < 0:
-        return None
+def _elu(alpha: float, scale: float, input_scale: float) -> Transfer:
     selu = transfers.SELU()
     if (alpha, scale, input_scale) == (selu.alpha, selu.scale, selu.input_scale):
         return selu
@@ -230,7 +259,7 @@ def _clamp(low: float | None, high: float | None) -> Transfer | None:
 
 def _softmax(node: Any) -> Transfer | None:
     """Softmax over the last dimension only; autograd stores the dimension as an unsigned number."""
-    dimension, rank = node._saved_dim, len(node._input_metadata[0].shape)
+    dimension, rank = node._saved_dim, len(_shape(node))
     return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Generator, Tensor
 
@@ -17,14 +19,17 @@ def sampled_output_gradient(transfer: Transfer, a: Tensor, generator: Generator)
     one over the last dimension, linear a Gaussian of unit variance.
     """
     y_hat = transfer.f(a)
+    like: dict[str, Any] = {"dtype": a.dtype, "device": a.device, "generator": generator}
+    # Plain comparisons rather than torch.bernoulli and multinomial, which refuse NaN: a diverged
+    # model is reported by its loss, not by a crash in here.
     if transfer.name == "sigmoid":
-        return y_hat - torch.bernoulli(y_hat, generator=generator)
+        return y_hat - (torch.rand(a.shape, **like) < y_hat).to(a.dtype)
     if transfer.name == "softmax":
-        flat = y_hat.reshape(-1, y_hat.shape[-1])
-        label = torch.multinomial(flat, 1, generator=generator)
-        return y_hat - torch.zeros_like(flat).scatter_(1, label, 1.0).view_as(y_hat)
+        below = y_hat.cumsum(-1) <= torch.rand((*a.shape[:-1], 1), **like)
+        label = below.sum(-1, keepdim=True).clamp_max(a.shape[-1] - 1)
+        return y_hat - torch.zeros_like(y_hat).scatter_(-1, label, 1.0)
     if transfer.name == "linear":
-        return torch.randn(a.shape, dtype=a.dtype, device=a.device, generator=generator)
+        return torch.randn(a.shape, **like)
     raise ValueError(
         f"No predictive distribution is known for the output transfer {transfer.name!r}. "
         f"Known: {', '.join(PREDICTIVE)}."
@@ -42,21 +47,15 @@ def running_average(old: Tensor | None, new: Tensor, decay: float) -> Tensor:
 
 
 def damped_solve(matrix: Tensor, right: Tensor, damping: float) -> Tensor:
-    """``(M + damping · mean(diag M) · I)⁻¹ R`` for symmetric M ``[..., d, d]``.
-
-    ``right`` is a matrix ``[..., d, n]`` or, with one dimension less than M, a vector ``[..., d]``.
-    """
-    factor = cholesky(damped(matrix, damping))
-    if right.dim() < matrix.dim():
-        return torch.cholesky_solve(right.unsqueeze(-1), factor).squeeze(-1)
-    return torch.cholesky_solve(right, factor)
+    """``(M + damping · mean(diag M) · I)⁻¹ R`` for symmetric M ``[..., d, d]``, R ``[..., d, n]``."""
+    return cholesky_solve(cholesky(damped(matrix, damping)), right)
 
 
 def damped(matrix: Tensor, damping: float) -> Tensor:
-    """``M + damping · mean(diag M) · I``."""
-    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    """``M + damping · mean(diag M) · I``, and a tiny multiple of I where M is zero."""
+    mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return matrix + damping * diagonal.mean(-1)[..., None, None] * eye
+    return matrix + (damping * mean).clamp_min(torch.finfo(matrix.dtype).tiny) * eye
 
 
 def cholesky(matrix: Tensor) -> Tensor:
@@ -66,8 +65,19 @@ def cholesky(matrix: Tensor) -> Tensor:
     caller's check for non-finite solutions turns into a skipped update.
     """
     factor: Tensor
-    factor, info = torch.linalg.cholesky_ex(matrix)
+    factor, info = torch.linalg.cholesky_ex(at_least_float32(matrix))
     if bool((info != 0).any()) or not bool(factor.isfinite().all()):
         precise, info = torch.linalg.cholesky_ex(matrix.double())
-        factor = torch.where((info != 0)[..., None, None], torch.nan, precise).to(matrix.dtype)
-    return factor
+        factor = torch.where((info != 0)[..., None, None], torch.nan, precise)
+    return factor.to(matrix.dtype)
+
+
+def cholesky_solve(factor: Tensor, right: Tensor) -> Tensor:
+    """``(L Lᵀ)⁻¹ R``."""
+    solution = torch.cholesky_solve(at_least_float32(right), at_least_float32(factor))
+    return solution.to(right.dtype)
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Half-precision tensors in float32: no factorisation takes them as they are."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

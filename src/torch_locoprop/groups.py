@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.fisher import PREDICTIVE
+from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components, unknown
 from torch_locoprop.solvers import Numbers
 from torch_locoprop.transfers import Transfer
@@ -42,6 +43,47 @@ def checked_group(
             f"output_transfer= ({', '.join(PREDICTIVE)})."
         )
     return checked
+
+
+LAYER_SETTINGS = (
+    "variant",
+    "solver",
+    "regularizer",
+    "gamma",
+    "local_steps",
+    "local_decay",
+    "local_reduction",
+    "maximize",
+)
+
+
+def check_agreement(layers: Iterable[ServedLayer], group_of: Mapping[nn.Parameter, Group]) -> None:
+    """Weight and bias are one local problem: their groups may differ in the solver's numbers only."""
+    for layer in layers:
+        first, *others = (group_of[p] for p in layer.given)
+        names = (*LAYER_SETTINGS, *(["lr"] if first["solver"].lower().startswith("exact") else []))
+        for other in others:
+            differing = [name for name in names if first[name] != other[name]]
+            if differing:
+                raise ValueError(
+                    f"Weight and bias of layer {layer.name!r} solve one local problem, but their "
+                    f"groups differ in {', '.join(differing)}. Give both the same."
+                )
+
+
+def warn_of_ignored(
+    groups: Iterable[Mapping[str, Any]], checked: Iterable[Group], local: set[nn.Parameter]
+) -> None:
+    """Settings given to parameters that fall back have no effect: the fallback has its own."""
+    for given, group in zip(groups, checked, strict=True):
+        ignored = sorted(set(given) - set(_BOOKKEEPING))
+        count = sum(p not in local for p in group["params"])
+        if ignored and count:
+            warnings.warn(
+                f"{count} parameters of a group have no local problem; its {', '.join(ignored)} "
+                "do not apply to them. Set those in fallback=.",
+                stacklevel=4,
+            )
 
 
 def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[Group]:
@@ -77,6 +119,8 @@ def make_fallback(
         )
         return torch.optim.AdamW(params, lr=1e-3)
     fallback = factory(params)
+    if isinstance(fallback, torch.optim.LBFGS):
+        raise TypeError("LBFGS needs a closure of its own and cannot be the fallback.")
     if not isinstance(fallback, torch.optim.Optimizer):
         raise TypeError(
             f"fallback= must return a torch.optim.Optimizer, not {type(fallback).__name__}."

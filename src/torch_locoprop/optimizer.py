@@ -10,18 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import detection
-from torch_locoprop.assembly import local_problem, loss_terms, method_for, running_fisher
+from torch_locoprop.assembly import (
+    Method,
+    asks_for_fisher,
+    backprop_step,
+    local_problem,
+    loss_terms,
+    method_for,
+    running_fisher,
+)
 from torch_locoprop.assignment import decide, effective_variant, give_transfers
-from torch_locoprop.capture import Capture, ServedLayer
+from torch_locoprop.capture import Capture
 from torch_locoprop.groups import (
     FallbackFactory,
     Group,
+    check_agreement,
     checked_group,
     make_fallback,
     numbers,
     restricted,
+    warn_of_ignored,
 )
 from torch_locoprop.regularizers import Regularizer
+from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import Solver
 from torch_locoprop.summary import layer_row, table, unserved_row
@@ -49,7 +60,8 @@ class LocoProp(torch.optim.Optimizer):
         local_steps: local iterations in each step.
         solver: ``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (as in
             TensorFlow), ``exact``, or a :class:`~torch_locoprop.solvers.Solver` of your own.
-        momentum, decay, eps: the solver's; ``eps`` is the start of adagrad's accumulator.
+        momentum, decay, eps: the solver's, tuned for rmsprop: set them for another one (adam takes
+            them for β₁, β₂ and ε). ``eps`` is the start of adagrad's accumulator.
         weight_decay: weights, not biases, shrink by ``1 − lr · weight_decay`` once a step, before
             the local iterations.
         local_decay: ``linear``, the rate of iteration t is ``lr · max(1 − t/T, 1/4)``; ``constant``.
@@ -62,7 +74,8 @@ class LocoProp(torch.optim.Optimizer):
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they
-            get ``AdamW(lr=1e-3)`` and you get a warning.
+            get ``AdamW(lr=1e-3)`` and you get a warning. Its groups stand after the local ones in
+            ``param_groups``: schedulers that take one number for each group take one for it too.
         param_groups: as in ``torch.optim``: a part of the model, or other settings for some layers.
             Any number or name above may stand in a group.
     """
@@ -104,6 +117,8 @@ class LocoProp(torch.optim.Optimizer):
         self._fallback: torch.optim.Optimizer | None = None
         self._fallback_factory = fallback
         self._warned: set[str] = set()
+        self._fisher_missing = False
+        self._skipped_before: dict[str, int] = {}  # by layers found again after a change of groups
         self._attached = False
         defaults = {
             "lr": lr,
@@ -123,13 +138,14 @@ class LocoProp(torch.optim.Optimizer):
             "steps": 0,  # taken so far
         }
         defaults = self._components.check(defaults)
-        groups = [{"params": list(model.parameters())}] if param_groups is None else param_groups
+        groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
         checked = [self._checked({**defaults, **group}) for group in groups]
         given = {p for group in checked for p in group["params"]}
         served, unserved = survey(model, given)
         give_transfers(served, self._given_transfers)
         _check_any_served(served, unserved)
         local = {p for layer in served for p in layer.tensors.values()} & given
+        warn_of_ignored(groups, checked, local)
         super().__init__(restricted(checked, local), defaults)
         self._attach()
         self._add_to_fallback([p for group in checked for p in group["params"] if p not in local])
@@ -150,7 +166,7 @@ class LocoProp(torch.optim.Optimizer):
             self._capture.trace_loss(loss)
         self._check_captured()
         for layer in self._layers:
-            if layer.calls and (layer.explicit or not layer.decided):
+            if layer.calls and not layer.decided:
                 decide(layer, self._output_transfer, self._loss_transfer)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
@@ -170,18 +186,23 @@ class LocoProp(torch.optim.Optimizer):
         """Form one layer's local problem, solve it, and write the solution."""
         trained = layer.with_gradient
         owner, parameter = next(iter(trained.items()))
-        group = group_of[parameter]
+        group = group_of[layer.given[0]]
         method = method_for(layer, group, self._components)
         if not layer.calls:
+            if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
+                return
             self._warn_once(
                 layer.name,
                 f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
                 "functional use of its weight?). Such a layer takes one BackProp step.",
             )
-        fisher = running_fisher(layer, method, self.state[parameter].get("fisher"))
+        state = _like(parameter, self.state[parameter])
+        fisher = running_fisher(layer, method, state.get("fisher"))
+        if fisher is None and asks_for_fisher(method):
+            method = self._without_fisher(layer, method)
         new, states = method.solver.solve(
             local_problem(layer, method, group_of, fisher, terms),
-            {name: dict(self.state[p]) for name, p in trained.items()},
+            {name: _like(p, self.state[p], without="fisher") for name, p in trained.items()},
             {name: numbers(group_of[p]) for name, p in trained.items()},
             method.local_steps,
             group["local_decay"],
@@ -189,6 +210,16 @@ class LocoProp(torch.optim.Optimizer):
         if fisher is not None:
             states[owner]["fisher"] = fisher
         self._write(layer, new, states)
+
+    def _without_fisher(self, layer: ServedLayer, method: Method) -> Method:
+        """A layer first used between two samplings takes a BackProp step, and the next is sampled."""
+        if self._capture.draws_labels:
+            raise RuntimeError(
+                f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
+                "model(x), so that labels can be drawn from its output."
+            )
+        self._fisher_missing = True
+        return backprop_step(method)
 
     def _write(self, layer: ServedLayer, new: Tensors, states: dict[str, Tensors]) -> None:
         """Write a solution and its state; if anything in them is not finite, write nothing."""
@@ -200,9 +231,9 @@ class LocoProp(torch.optim.Optimizer):
             parameter = layer.tensors[name]
             parameter.copy_(torch.where(ok, value, parameter))
             state = self.state[parameter]
-            if state.keys() >= states[name].keys():
+            if all(k in state and state[k].shape == v.shape for k, v in states[name].items()):
                 for key, entry in states[name].items():
-                    state[key] = torch.where(ok.to(entry.device), entry, state[key])
+                    state[key] = torch.where(ok.to(entry.device), entry, state[key].to(entry))
             elif bool(ok):
                 state.update(states[name])
 
@@ -219,7 +250,7 @@ class LocoProp(torch.optim.Optimizer):
         ]
         known = {p for group in self.param_groups for p in group["params"]}
         for module in self._unserved:
-            trained = self._fallback is not None and known.issuperset(module.parameters)
+            trained = self._fallback is not None and not known.isdisjoint(module.parameters)
             rows.append(unserved_row(module, type(self._fallback).__name__ if trained else "–"))
         counts = [sum(p.numel() for p in layer.tensors.values()) for layer in self._layers]
         total = sum(p.numel() for p in self._model.parameters())
@@ -232,7 +263,10 @@ class LocoProp(torch.optim.Optimizer):
     @property
     def skipped_updates(self) -> dict[str, int]:
         """How often each layer's local solution was not finite and so was not written."""
-        return {layer.name: int(layer.skips) for layer in self._layers}
+        return {
+            layer.name: int(layer.skips) + self._skipped_before.get(layer.name, 0)
+            for layer in self._layers
+        }
 
     # ---- torch.optim's contract ----------------------------------------------------------------
 
@@ -247,6 +281,7 @@ class LocoProp(torch.optim.Optimizer):
             raise ValueError("some parameters appear in more than one parameter group")
         served, _ = survey(self._model, known | set(group["params"]))
         local = {p for layer in served for p in layer.tensors.values()}
+        warn_of_ignored([param_group], [group], local)
         for part in restricted([group], local):
             super().add_param_group(part)
         self._attach()
@@ -254,22 +289,31 @@ class LocoProp(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
-            if not group.get("fallback"):
-                self._components.check({**self.defaults, **group})
+            if "fallback" not in group:
+                raise ValueError("This is not the state dict of a LocoProp optimizer.")
+            if not group["fallback"]:
+                self._check_loaded(group)
         super().load_state_dict(state_dict)
         self._link_fallback()
         self._plan_capture()
 
+    def _check_loaded(self, group: Group) -> None:
+        try:
+            self._components.check({**self.defaults, **group})
+        except ValueError as error:
+            raise ValueError(
+                f"The state dict does not fit: {error} Make this optimizer with the same "
+                "components as the one that was saved."
+            ) from error
+
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
-            "_fallback _warned"
+            "_fallback _warned _fisher_missing"
         )
-        return {
-            "_fallback_factory": None,
-            **super().__getstate__(),
-            **{name: getattr(self, name) for name in kept.split()},
-        }
+        own = {name: getattr(self, name) for name in kept.split()}
+        own |= {"_fallback_factory": None, "_attached": False}
+        return {**super().__getstate__(), **own, "_skipped_before": self.skipped_updates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -281,9 +325,12 @@ class LocoProp(torch.optim.Optimizer):
 
     def _attach(self) -> None:
         """Find the layers of the model and put the hooks on them."""
+        if self._attached:
+            self._skipped_before = self.skipped_updates
         given = {p for group in self.param_groups for p in group["params"]}
         self._layers, self._unserved = survey(self._model, given)
         give_transfers(self._layers, self._given_transfers)
+        check_agreement(self._layers, self._group_of())
         output_transfer = self._output_transfer or self._loss_transfer
         self._capture = Capture(self._model, self._layers, output_transfer)
         self._attached = True
@@ -299,9 +346,13 @@ class LocoProp(torch.optim.Optimizer):
             variant, _ = effective_variant(self._components.variant(group), layer)
             regularizer = self._components.regularizer(group)
             layer.needs = variant.target.needs | regularizer.needs
-            draw |= "fisher" in regularizer.needs
-            draw |= "fisher" in layer.needs and steps % getattr(variant.target, "every", 1) == 0
-        self._capture.sample_seed = steps if draw else None
+            if "fisher" in layer.needs:
+                draw |= steps % getattr(variant.target, "every", 1) == 0
+        self._capture.draw_labels(steps if draw or self._fisher_missing else None)
+        self._fisher_missing = False
+        active = [layer for layer in self._layers if layer.trained]
+        self._capture.tracing = any(not layer.decided or layer.needs for layer in active)
+        self._capture.record_post_gradients = any("v" in layer.needs for layer in active)
 
     def _local_groups(self) -> list[Group]:
         return [group for group in self.param_groups if not group["fallback"]]
@@ -361,7 +412,7 @@ class LocoProp(torch.optim.Optimizer):
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            warnings.warn(message, stacklevel=4)
+            warnings.warn(message, stacklevel=6)
 
 
 def _check_any_served(served: list[ServedLayer], unserved: list[Unserved]) -> None:
@@ -371,3 +422,12 @@ def _check_any_served(served: list[ServedLayer], unserved: list[Unserved]) -> No
             "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
             f"{reasons or 'It has no parameters.'}"
         )
+
+
+def _like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
+    """A parameter's state in its dtype and on its device, should the model have been moved."""
+    return {
+        key: value if key == "step" else value.to(parameter)
+        for key, value in state.items()
+        if key != without
+    }

@@ -12,7 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torch_locoprop.fisher import damped_solve
+from torch_locoprop.fisher import cholesky, cholesky_solve, damped
+from torch_locoprop.joint import join, split
 from torch_locoprop.spread import Number, spread
 
 Tensors = dict[str, Tensor]
@@ -47,12 +48,23 @@ class Regularizer:
         return torch.zeros(())
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Metric:
     """The Kronecker-factored Fisher ``D ⊗ A`` of a layer: D ``[d, d]``, A ``[n(+1), n(+1)]``."""
 
     pre_activation: Tensor
     inputs: Tensor
+    _factors: tuple[Tensor, Tensor] | None = None
+
+    def solve(self, joint: Tensor, damping: float) -> Tensor:
+        """``D⁻¹ G A⁻¹`` with both factors damped; they are factored once."""
+        if self._factors is None:
+            self._factors = (
+                cholesky(damped(self.pre_activation, damping)),
+                cholesky(damped(self.inputs, damping)),
+            )
+        left = cholesky_solve(self._factors[0], joint)
+        return cholesky_solve(self._factors[1], left.mT).mT
 
 
 class L2(Regularizer):
@@ -75,7 +87,7 @@ class L2(Regularizer):
 class L1(Regularizer):
     """``strength · ‖W̃ − W‖₁`` by its proximal step: entries that gain too little do not move.
 
-    An entry moves only if ``γ |∂L/∂w|`` exceeds the strength.
+    With sgd, an entry moves in the first iteration only if ``γ |∂L/∂w|`` exceeds the strength.
     """
 
     strength: float = 1.0
@@ -116,14 +128,15 @@ class FisherMahalanobis(Regularizer):
         self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
         assert metric is not None
-        left = damped_solve(metric.pre_activation, join(gradient), self.damping)
-        natural = damped_solve(metric.inputs, left.mT, self.damping).mT
+        natural = metric.solve(join(gradient), self.damping)
         return pulled_back_to_start(split(natural, gradient), displacement, eta)
 
     def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
         assert metric is not None
         joint = join(displacement)
-        total: Tensor = (joint * (metric.pre_activation @ joint @ metric.inputs)).sum() / (2 * eta)
+        left = damped(metric.pre_activation, self.damping)
+        right = damped(metric.inputs, self.damping)
+        total: Tensor = (joint * (left @ joint @ right)).sum() / (2 * eta)
         return total
 
 
@@ -135,23 +148,8 @@ REGULARIZERS: dict[str, Regularizer] = {
 
 def pulled_back_to_start(gradient: Tensors, displacement: Tensors, eta: Number) -> Tensors:
     """``gradient + displacement / η``; at η = 0 nothing has moved."""
-    if isinstance(eta, float) and eta == 0:
-        return gradient
-    return {k: value + displacement[k] / spread(eta, value) for k, value in gradient.items()}
-
-
-def join(tensors: Tensors) -> Tensor:
-    """Weight and bias as one matrix ``[..., d, n(+1)]``; the bias is the last column."""
-    columns = [tensors["weight"]] if "weight" in tensors else []
-    columns += [tensors["bias"].unsqueeze(-1)] if "bias" in tensors else []
-    return torch.cat(columns, dim=-1)
-
-
-def split(joint: Tensor, like: Tensors) -> Tensors:
-    """The inverse of :func:`join`, with the entries of ``like``."""
-    parts: Tensors = {}
-    if "weight" in like:
-        parts["weight"] = joint[..., : like["weight"].shape[-1]]
-    if "bias" in like:
-        parts["bias"] = joint[..., -1]
-    return parts
+    if not isinstance(eta, Tensor):
+        weight: Number = 1 / eta if eta else 0.0
+    else:
+        weight = torch.where(eta == 0, 0.0, 1 / eta)
+    return {k: value + displacement[k] * spread(weight, value) for k, value in gradient.items()}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -68,7 +70,7 @@ class Components:
         for name, (low, may_equal, high) in _NUMBERS.items():
             check_number(name, group[name], low, may_equal, high)
         steps = group["local_steps"]
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
             raise ValueError(f"Invalid local_steps={steps!r}. Must be an integer >= 1.")
         for name, choices in _CHOICES.items():
             if group[name] not in choices:
@@ -126,8 +128,9 @@ def check_number(name: str, value: object, low: float, may_equal: bool, high: fl
         f" and < {high:g}" if high < math.inf else ""
     )
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)):
+    if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(f"Invalid {name}={value!r}. Must be a number {bound}.")
+    number = float(number)
     inside = low <= number < high if may_equal else low < number < high
     if not inside or not math.isfinite(number):
         raise ValueError(f"Invalid {name}={value}. Must be finite and {bound}.")
@@ -147,11 +150,33 @@ def _check_instance(role: str, value: object, cls: type) -> None:
 
 
 def _remember(value: Any, known: dict[str, Any]) -> str:
-    """The name under which an object is known; the same in every run that builds the same groups."""
-    base = str(getattr(value, "name", type(value).__name__))
+    """The name under which an object is known; the same in every run that builds the same groups.
+
+    An object equal to a known one shares its name. A dataclass is known by its parameters, so that a
+    state dict is not loaded into one with others.
+    """
+    for name, other in known.items():
+        if _same(value, other):
+            return name
+    plain = str(getattr(value, "name", type(value).__name__))
+    base = repr(value) if is_dataclass(value) and not isinstance(value, Variant) else plain
     name, number = base, 1
-    while name in known and known[name] != value:
+    while name in known:
         number += 1
         name = f"{base}-{number}"
     known[name] = value
     return name
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two components are of one class and have equal parameters."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    if is_dataclass(one):
+        return all(_same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if hasattr(one, "__dict__"):
+        mine, theirs = vars(one), vars(other)
+        return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
+    return bool(one == other)

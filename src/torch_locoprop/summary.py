@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from torch_locoprop.assignment import effective_variant
-from torch_locoprop.capture import ServedLayer
+from torch_locoprop.served import ServedLayer
 from torch_locoprop.survey import Unserved
 from torch_locoprop.variants import Variant
 
@@ -17,8 +17,8 @@ HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 def layer_row(layer: ServedLayer, asked_for: Variant) -> tuple[str, ...]:
     """A layer with a local problem."""
     variant, note = effective_variant(asked_for, layer)
-    transfer = layer.transfer.name if layer.transfer else ("none" if layer.decided else "?")
-    if not layer.decided:
+    transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
+    if not layer.decided and not layer.explicit:
         note = "transfer is detected in the first step"
     if not layer.trained:
         note = "frozen"

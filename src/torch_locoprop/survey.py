@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_locoprop.capture import ServedLayer
 from torch_locoprop.layers import layer_kind
+from torch_locoprop.served import ServedLayer
 
 
 @dataclass(frozen=True)

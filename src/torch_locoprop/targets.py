@@ -18,6 +18,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from torch_locoprop.fisher import damped_solve
+from torch_locoprop.joint import join, split
 from torch_locoprop.spread import Number, spread
 from torch_locoprop.transfers import Transfer
 
@@ -130,10 +131,8 @@ class NaturalGradient(Target):
         self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
         assert fisher is not None
-        return {
-            name: spread(gamma, value) * damped_solve(fisher, value, self.damping)
-            for name, value in gradient.items()
-        }
+        natural = split(damped_solve(fisher, join(gradient), self.damping), gradient)
+        return {name: spread(gamma, value) * value for name, value in natural.items()}
 
 
 def step_from(start: Tensor, direction: Tensor | None, gamma: Number) -> Tensor:

@@ -12,7 +12,7 @@ class LinearLayer:
     kind = "Linear"
 
     def refuses(self, module: nn.Module) -> str | None:
-        if type(module).forward is not nn.Linear.forward:
+        if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
             return f"{type(module).__name__} has a forward of its own"
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention does not call its projections"

@@ -20,9 +20,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_locoprop.fisher import cholesky, damped, running_average
+from torch_locoprop.fisher import (
+    at_least_float32,
+    cholesky,
+    cholesky_solve,
+    damped,
+    running_average,
+)
+from torch_locoprop.joint import join, split
 from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import join, split
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors
 from torch_locoprop.spread import Number, spread
 
@@ -76,17 +82,25 @@ class Exact(Solver):
         self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: Number
     ) -> tuple[Tensor, Tensors]:
         """The solution with C and its factorisation kept in the state."""
+        x = problem.inputs
+        known = state.get("factor", state.get("eigenvectors"))
+        if known is None or known.shape[-1] != x.shape[-1]:  # new, or a bias was frozen or thawed
+            state = {}
         step = state.get("step", torch.zeros((), dtype=torch.float32))
         renew = int(step.item()) % self.every == 0
         gram = state.get("gram")
-        if gram is None or renew or self.decay > 0:
-            x = problem.inputs
+        if renew or self.decay > 0:
             gram = running_average(gram, problem.row_weight * (x.mT @ x), self.decay)
-        kept: Tensors = {"step": step + 1, "gram": gram}
+        kept: Tensors = {"step": step + 1}
+        if gram is not None and self.decay > 0:
+            kept["gram"] = gram
         if h is None:
-            kept["factor"] = cholesky(self._system(gram, eta)) if renew else state["factor"]
-            return -eta * torch.cholesky_solve(gradient.mT, kept["factor"]).mT, kept
-        if renew:
+            if gram is not None and renew:
+                kept["factor"] = cholesky(self._system(gram, eta))
+            else:
+                kept["factor"] = state["factor"]
+            return -eta * cholesky_solve(kept["factor"], gradient.mT).mT, kept
+        if gram is not None and renew:
             kept["eigenvalues"], kept["eigenvectors"] = eigh(gram)
         else:
             kept["eigenvalues"], kept["eigenvectors"] = state["eigenvalues"], state["eigenvectors"]
@@ -104,27 +118,39 @@ class Exact(Solver):
 
 def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:
     """Δ of ``Δ (I + η XᵀX) = −η G``: G ``[..., d, n]``, X ``[..., rows, n]``."""
+    gradient, x, dtype = *precise_enough(gradient, x, eta), x.dtype
     rows, n = x.shape[-2:]
     if rows >= n:
         system = torch.eye(n, dtype=x.dtype, device=x.device) + eta * (x.mT @ x)
-        return -eta * torch.cholesky_solve(gradient.mT, cholesky(system)).mT
+        return (-eta * cholesky_solve(cholesky(system), gradient.mT).mT).to(dtype)
     system = torch.eye(rows, dtype=x.dtype, device=x.device) + eta * (x @ x.mT)
-    inner = torch.cholesky_solve(x @ gradient.mT, cholesky(system)).mT
-    return -eta * (gradient - eta * inner @ x)
+    inner = cholesky_solve(cholesky(system), x @ gradient.mT).mT
+    return (-eta * (gradient - eta * inner @ x)).to(dtype)
+
+
+def precise_enough(gradient: Tensor, x: Tensor, eta: Number) -> tuple[Tensor, Tensor]:
+    """Both in a dtype in which ``I + η XᵀX`` can be solved: float64 where η is large for it."""
+    condition = spread(eta, x) * x.square().sum((-2, -1), keepdim=True)  # bounds it from above
+    if bool((condition * torch.finfo(x.dtype).eps > 1e-3).any()):
+        return gradient.double(), x.double()
+    return gradient, x
 
 
 def sylvester(gradient: Tensor, x: Tensor, eta: Number, h: Tensor) -> Tensor:
     """Δ of ``Δ + η H Δ XᵀX = −η G`` with H ``[..., d]`` (diagonal) or ``[..., d, d]``."""
+    gradient, x, dtype = *precise_enough(gradient, x, eta), x.dtype
+    h = h.to(x.dtype)
     rows, n = x.shape[-2:]
     if rows >= n:
         values, basis = eigh(x.mT @ x)
-        return -eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta)
+        return (-eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta)).to(dtype)
     values, left = eigh(x @ x.mT)
     # Right singular vectors of the rows that carry anything; outside their span Δ = −η G.
     negligible = values <= values.amax(-1, keepdim=True) * rows * torch.finfo(x.dtype).eps
     basis = x.mT @ (left / values.masked_fill(negligible, torch.inf).sqrt().unsqueeze(-2))
     outside = gradient - gradient @ basis @ basis.mT
-    return -eta * (outside + _sylvester_in_basis(gradient, values, basis, 1.0, h, eta))
+    inside = _sylvester_in_basis(gradient, values, basis, 1.0, h, eta)
+    return (-eta * (outside + inside)).to(dtype)
 
 
 def _sylvester_in_basis(
@@ -142,11 +168,11 @@ def _sylvester_in_basis(
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues (negative rounding removed) and vectors; NaN where a matrix is not finite."""
     finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-    matrix = torch.where(finite, matrix, 0.0)
+    dtype = matrix.dtype
+    matrix = at_least_float32(torch.where(finite, matrix, 0.0))
     try:
         values, vectors = torch.linalg.eigh(matrix)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-        precise, frame = torch.linalg.eigh(matrix.double())
-        values, vectors = precise.to(matrix.dtype), frame.to(matrix.dtype)
-    nan = torch.where(finite, 0.0, torch.nan)
-    return values.clamp_min(0) + nan.squeeze(-1), vectors + nan
+        values, vectors = torch.linalg.eigh(matrix.double())
+    nan = torch.where(finite, 0.0, torch.nan).to(dtype)
+    return values.clamp_min(0).to(dtype) + nan.squeeze(-1), vectors.to(dtype) + nan

@@ -35,7 +35,7 @@ class FirstOrder(Solver):
         regularizer = problem.regularizer
         at = dict(problem.start)
         states = {
-            name: {**self.init(tensor, numbers[name].at(1.0, tensor)), **states[name]}
+            name: states[name] or self.init(tensor, numbers[name].at(1.0, tensor))
             for name, tensor in at.items()
         }
         for t in range(local_steps):
@@ -122,7 +122,7 @@ class Adam(FirstOrder):
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
         return {
-            "step": torch.zeros((), dtype=torch.float64, device=tensor.device),
+            "step": torch.zeros((), dtype=_count_dtype(tensor), device=tensor.device),
             "square": torch.zeros_like(tensor),
             "momentum": torch.zeros_like(tensor),
         }
@@ -134,3 +134,8 @@ class Adam(FirstOrder):
         rate = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
         change = torch.as_tensor(rate).to(m) * m / (v.sqrt() + numbers.eps)
         return change, {"step": t, "square": v, "momentum": m}
+
+
+def _count_dtype(tensor: Tensor) -> torch.dtype:
+    """Wide enough for ``1 − β₂ᵗ``; Apple's GPUs have no float64."""
+    return torch.float32 if tensor.device.type == "mps" else torch.float64

@@ -1,0 +1,140 @@
+"""A layer with a local problem, and what was recorded of its calls."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from torch_locoprop import detection
+from torch_locoprop.detection import Finding, Mark
+from torch_locoprop.layers import Layer
+from torch_locoprop.transfers import Transfer
+
+
+@dataclass(frozen=True)
+class Call:
+    """One forward call of a layer, as recorded in a backward pass."""
+
+    x: Tensor
+    mark: Mark  # of the call's node in the autograd graph, which tells calls apart
+    g: Tensor | None = None  # ∂L/∂a, where asked for
+    v: Tensor | None = None  # ∂L/∂y, where asked for and the transfer is in the graph
+    sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, where asked for
+
+    def with_more(self, other: Call) -> Call:
+        """The same call after another backward pass through it: gradients add up, rows do not."""
+        return replace(self, g=_sum(self.g, other.g), v=_sum(self.v, other.v))
+
+
+@dataclass(eq=False)
+class ServedLayer:
+    """A layer with a local problem: its module, its kind, its transfer, and its recorded calls."""
+
+    name: str
+    module: nn.Module
+    kind: Layer
+    given: list[nn.Parameter]  # those of its parameters that the optimizer trains
+    needs: frozenset[str] = frozenset()  # what to record besides the input: "g", "v", "fisher"
+    calls: list[Call] = field(default_factory=list)
+    transfer: Transfer | None = None
+    explicit: bool = False  # the transfer, or that there is none, was given by the user
+    decided: bool = False  # what the recorded calls tell is settled
+    note: str = ""  # why there is no transfer
+    is_output: bool = False
+    skips: int | Tensor = 0  # local solutions that were not finite
+    _pending: list[Call] = field(default_factory=list)
+    _pass: int = -1  # the backward pass that the pending calls come from
+    _replaces: bool = False  # that pass found no gradient to add to
+
+    @property
+    def tensors(self) -> dict[str, nn.Parameter]:
+        named = {"weight": self.module.weight, "bias": self.module.bias}
+        return {name: p for name, p in named.items() if isinstance(p, nn.Parameter)}
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        return [p for p in self.given if p.requires_grad]
+
+    @property
+    def with_gradient(self) -> dict[str, nn.Parameter]:
+        """The tensors this step will move."""
+        return {
+            name: p
+            for name, p in self.tensors.items()
+            if p.grad is not None and any(p is own for own in self.given)
+        }
+
+    @property
+    def width(self) -> int:
+        return self.tensors["weight"].shape[0]
+
+    def record(self, call: Call, backward_pass: int) -> None:
+        """Note a call that a backward pass went through; it counts once gradients accumulate."""
+        if backward_pass != self._pass:
+            self._pending.clear()
+            self._pass = backward_pass
+            self._replaces = all(p.grad is None for p in self.trained)
+        self._pending.append(call)
+
+    def commit(self, backward_pass: int) -> None:
+        """The pass added to a parameter's gradient: its calls are part of the next problem.
+
+        A pass that only asks for other gradients (``autograd.grad`` for a penalty) never gets here,
+        and one that starts from no gradient replaces what was recorded before.
+        """
+        if backward_pass != self._pass or not self._pending:
+            return
+        if self._replaces:
+            self.calls.clear()
+            self._replaces = False
+        for call in self._pending:
+            known = [i for i, own in enumerate(self.calls) if own.mark is call.mark]
+            if known:
+                self.calls[known[0]] = self.calls[known[0]].with_more(call)
+            else:
+                self.calls.append(call)
+        self._pending.clear()
+
+    def clear(self) -> None:
+        self.calls.clear()
+        self._pending.clear()
+
+    @property
+    def has_rows(self) -> bool:
+        return any(call.x.numel() > 0 for call in self.calls)
+
+    def findings(self) -> list[Finding]:
+        return [detection.resolve(call.mark, self.width) for call in self.calls]
+
+    def inputs(self) -> Tensor:
+        """X ``[rows, n]``: the inputs of all calls, one below the other."""
+        weight = self.tensors["weight"]
+        rows = self._joined([call.x for call in self.calls])
+        return weight.new_empty(0, weight.shape[1]) if rows is None else rows
+
+    def gradients(self) -> Tensor | None:
+        """∂L/∂a ``[rows, d]``, where recorded."""
+        return self._joined([call.g for call in self.calls])
+
+    def post_gradients(self) -> Tensor | None:
+        """∂L/∂y ``[rows, d]`` from behind the transfer; None where that is not in the graph."""
+        if any(finding.transfer != self.transfer for finding in self.findings()):
+            return None
+        return self._joined([call.v for call in self.calls])
+
+    def sampled(self) -> Tensor | None:
+        """∂L/∂a ``[rows, d]`` for sampled labels, where drawn."""
+        return self._joined([call.sampled for call in self.calls])
+
+    def _joined(self, tensors: list[Tensor | None]) -> Tensor | None:
+        dtype = self.tensors["weight"].dtype
+        rows = [self.kind.rows(t).to(dtype) for t in tensors if t is not None]
+        if not rows or len(rows) < len(tensors):
+            return None
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    return None if one is None or other is None else one + other

@@ -1,0 +1,166 @@
+"""Half precision, changes of dtype, empty batches, and numbers from other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp, Variant
+from torch_locoprop.losses import Squared
+from torch_locoprop.solvers import Exact
+from torch_locoprop.solvers.exact import implicit_step, sylvester
+from torch_locoprop.targets import NaturalGradient
+
+
+def step(model: nn.Module, opt: LocoProp, x: Tensor) -> None:
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+CASES: list[dict[str, Any]] = [
+    *({"variant": v} for v in ("locoprop-s", "locoprop-m", "pocoprop-s", "natural-s")),
+    *({"solver": s} for s in ("sgd", "adam", "exact", Exact(decay=0.9, every=2, damping=0.1))),
+    {"variant": "locoprop-s", "solver": "exact"},
+    {"variant": "locoprop-s", "solver": Exact(decay=0.9)},
+    {"regularizer": "fisher"},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_parameters_of_any_precision(case: dict[str, Any], dtype: torch.dtype) -> None:
+    """A few steps stay within the dtype's precision of those in float64."""
+    if case.get("regularizer") == "fisher" and dtype == torch.float16:
+        return  # an inverse Fisher matrix overflows float16: such steps are skipped and counted
+    results = []
+    for kind in (dtype, torch.float64):
+        model = network().to(kind)
+        opt = LocoProp(model, lr=1e-3, momentum=0.5, output_transfer="sigmoid", **case)
+        before = weights(model)
+        for seed in range(3):
+            step(model, opt, batch(8, 6, seed=seed).to(kind))
+        assert not any(opt.skipped_updates.values())
+        assert not torch.equal(before[0], weights(model)[0])
+        results.append(weights(model))
+    if case.get("variant") != "natural-s" and case.get("regularizer") != "fisher":
+        for one, other in zip(*results, strict=True):
+            assert one.dtype == dtype
+            tolerance = 60 * torch.finfo(dtype).eps
+            torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_model_may_change_its_dtype_between_steps(case: dict[str, Any]) -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, momentum=0.5, output_transfer="sigmoid", **case)
+    step(model, opt, batch(8, 6))
+    model.float()
+    step(model, opt, batch(8, 6, seed=2).float())
+    assert all(w.dtype == torch.float32 and w.isfinite().all() for w in weights(model))
+    assert not any(opt.skipped_updates.values())
+
+
+@pytest.mark.parametrize("rows", [20, 100])
+@pytest.mark.parametrize("eta", [1.0, 1e2, 1e4])
+def test_exact_in_float32_is_exact_for_any_eta(eta: float, rows: int) -> None:
+    x, g = batch(rows, 60), batch(5, 60, seed=2)
+    h = batch(5, seed=3)
+    for found, true in (
+        (implicit_step(g.float(), x.float(), eta), implicit_step(g, x, eta)),
+        (sylvester(g.float(), x.float(), eta, h.float()), sylvester(g, x, eta, h)),
+    ):
+        assert found.dtype == torch.float32
+        assert (found.double() - true).norm() / true.norm() < 2e-3
+
+
+def test_exact_m_does_not_mind_the_default_dtype() -> None:
+    model = network().float()
+    opt = LocoProp(model, lr=0.1, solver="exact", output_transfer="sigmoid")
+    torch.set_default_dtype(torch.float64)
+    try:
+        step(model, opt, batch(8, 6).float())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model[0].weight.dtype == torch.float32
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_an_empty_batch_moves_nothing(case: dict[str, Any]) -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid", **{"momentum": 0.0, **case})
+    before = weights(model)
+    model(batch(0, 6)).sum().backward()
+    opt.step()
+    assert_close(weights(model), before, 0.0)
+    assert not any(opt.skipped_updates.values())
+
+
+def test_a_head_of_zeros_with_natural_targets() -> None:
+    """Nothing flows through it: the hidden layers have a zero gradient and a zero Fisher matrix."""
+    model = network()
+    nn.init.zeros_(model[4].weight)
+    opt = LocoProp(model, lr=1e-2, variant="natural-s", output_transfer="sigmoid")
+    before = weights(model)
+    step(model, opt, batch(8, 6))
+    assert not any(opt.skipped_updates.values())
+    assert_close(weights(model)[:4], before[:4], 0.0)
+    assert not torch.equal(weights(model)[4], before[4])
+
+
+def test_a_bias_may_be_frozen_under_a_running_average() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-2, solver=Exact(decay=0.9, every=3), output_transfer="sigmoid")
+    step(model, opt, batch(8, 6))
+    model[0].bias.requires_grad_(False)
+    step(model, opt, batch(8, 6))
+    model[0].bias.requires_grad_(True)
+    before = weights(model)
+    step(model, opt, batch(8, 6))
+    assert not torch.equal(before[1], weights(model)[1])
+
+
+def test_a_layer_first_used_between_two_samplings_takes_a_backprop_step() -> None:
+    torch.manual_seed(0)
+
+    class Skipping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two, self.three = (nn.Linear(4, 4).double() for _ in range(3))
+            self.skip = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.one(x))
+            return self.three(h if self.skip else torch.tanh(self.two(h)))
+
+    model = Skipping()
+    variant = Variant("natural", NaturalGradient(every=10), Squared())
+    opt = LocoProp(model, lr=1e-2, gamma=1.0, solver="sgd", variant=variant, loss_fn=nn.MSELoss())
+    x = batch(8, 4)
+    nn.functional.mse_loss(model(x), x).backward()
+    opt.step()
+    opt.zero_grad()
+    model.skip = False
+    before = model.two.weight.detach().clone()
+    nn.functional.mse_loss(model(x), x).backward()
+    expected = before - 1e-2 * model.two.weight.grad
+    opt.step()
+    assert_close([model.two.weight.detach()], [expected])
+    opt.zero_grad()
+    nn.functional.mse_loss(model(x), x).backward()  # now labels are drawn for it
+    opt.step()
+    assert "fisher" in opt.state[model.two.weight]
+
+
+def test_numbers_from_numpy() -> None:
+    model, other = network(), network()
+    opt = LocoProp(model, lr=np.float32(1e-3), local_steps=np.int64(3), output_transfer="sigmoid")
+    plain = LocoProp(other, lr=1e-3, local_steps=3, output_transfer="sigmoid")
+    step(model, opt, batch(8, 6))
+    step(other, plain, batch(8, 6))
+    assert_close(weights(model), weights(other), 1e-7)

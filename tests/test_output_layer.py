@@ -1,0 +1,192 @@
+"""Which layer is the output, and that the transfer inside the loss goes to it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import batch
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+
+
+def transfers_of(opt: LocoProp) -> dict[str, str | None]:
+    return {layer.name: layer.transfer and layer.transfer.name for layer in opt._layers}
+
+
+def step(model: nn.Module, opt: LocoProp, x: Tensor) -> None:
+    out = model(x)
+    out.square().sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+def test_a_layer_in_front_of_one_that_is_not_given() -> None:
+    model = nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+    given = [*model[0].parameters(), *model[2].parameters()]
+    opt = LocoProp(model, output_transfer="softmax", param_groups=[{"params": given}])
+    step(model, opt, batch(8, 6))
+    assert transfers_of(opt) == {"0": "relu", "2": "tanh"}
+
+
+class TiedHead(nn.Module):
+    """A residual block in front of a head that shares the embedding's weight."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 6)
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embedding.weight
+        self.functional = functional
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.embedding(tokens)
+        h = h + self.fc2(torch.relu(self.fc1(h)))
+        return F.linear(h, self.embedding.weight) if self.functional else self.head(h)
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_a_layer_in_front_of_a_tied_head(functional: bool) -> None:
+    torch.manual_seed(0)
+    model = TiedHead(functional)
+    opt = LocoProp(model, output_transfer="softmax", fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    step(model, opt, torch.arange(7))
+    assert transfers_of(opt) == {"fc1": "relu", "fc2": None}
+    assert not opt._layers[1].is_output
+
+
+def test_labels_are_drawn_at_a_head_that_falls_back() -> None:
+    """The sampled gradient starts at the tied head, seven wide, not at the last served layer."""
+    torch.manual_seed(0)
+    model = TiedHead(functional=False)
+    opt = LocoProp(
+        model,
+        variant="natural-s",
+        output_transfer="softmax",
+        fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    model(torch.arange(7)).square().sum().backward()
+    sampled = opt._layers[1].sampled()
+    assert sampled.shape == (7, 6)
+    # what reaches fc2 is (softmax − one-hot) @ E: its rows lie in the span of the embedding's rows,
+    # and no row is a difference of probabilities over fc2's own six features, which sum to zero
+    assert (sampled.sum(-1).abs() > 1e-6).any()
+
+
+def test_labels_need_an_output_layer() -> None:
+    model = TiedHead(functional=True)
+    opt = LocoProp(
+        model,
+        variant="natural-s",
+        output_transfer="softmax",
+        fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    with pytest.raises(RuntimeError, match="the model ends in something else"):
+        model(torch.arange(7))
+    assert not opt.state
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.policy, self.value = nn.Linear(4, 5), nn.Linear(5, 3), nn.Linear(5, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(self.body(x))
+        return self.policy(h), self.value(h)
+
+
+def test_softmax_over_one_feature_is_refused() -> None:
+    model = TwoHeads()
+    opt = LocoProp(model, output_transfer="softmax")
+    policy, value = model(batch(8, 4).float())
+    (policy.logsumexp(-1).sum() + value.square().sum()).backward()
+    opt.step()
+    assert transfers_of(opt) == {"body": "tanh", "policy": "softmax", "value": None}
+    assert "softmax over one feature is constant" in opt.summary()
+
+
+@dataclass
+class Output:
+    logits: Tensor
+
+
+def test_a_dataclass_as_output() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Output:
+            return Output(torch.sigmoid(self.one(x)))
+
+    model = Model()
+    opt = LocoProp(model)
+    model(batch(8, 4).float()).logits.sum().backward()
+    opt.step()
+    assert transfers_of(opt) == {"one": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("width", "after"),
+    [
+        (1, lambda a: a.squeeze(-1).softmax(-1)),  # attention pooling over the rows
+        (6, lambda a: a.view(-1, 2, 3).softmax(-1).flatten(1)),  # two distributions of three
+    ],
+)
+def test_a_softmax_over_something_else_than_the_features(
+    width: int, after: Callable[[Tensor], Tensor]
+) -> None:
+    model = nn.Linear(4, width)
+    opt = LocoProp(model)
+    after(model(batch(8, 4).float())).square().sum().backward()
+    opt._capture.trace_loss(torch.zeros(()))
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = after(model(batch(8, 4).float())).square().sum()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert transfers_of(opt) == {"": None}
+    assert "its softmax is not over the layer's features" in opt.summary()
+
+
+def test_an_explicit_transfer_does_not_make_an_output() -> None:
+    """Nor does it in later steps, when the graph is no longer searched."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    opt = LocoProp(model, variant="proxprop", transfers={"0": "tanh"})
+    for _ in range(3):
+        step(model, opt, batch(8, 4))
+        assert [layer.is_output for layer in opt._layers] == [False, True]
+
+
+@pytest.mark.parametrize("variant", ["pocoprop-s", "pocoprop-m"])
+def test_post_gradients_of_reshaped_activations(variant: str) -> None:
+    class Reshaped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.gate = nn.Linear(4, 4).double(), nn.Linear(4, 1).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.one(x).view(-1, 2, 2)).reshape(-1, 4)
+            return h * torch.sigmoid(self.gate(x).squeeze(-1))[:, None]
+
+    model = Reshaped()
+    opt = LocoProp(model, lr=1e-2, gamma=1.0, variant=variant, solver="sgd")
+    x = batch(8, 4)
+    before = model(x).square().sum()
+    for _ in range(3):
+        model(x).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert transfers_of(opt) == {"one": "tanh", "gate": "sigmoid"}
+    assert model(x).square().sum() < before

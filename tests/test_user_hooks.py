@@ -1,0 +1,82 @@
+"""Hooks and copies that users put on the same modules keep working, and see the same tensors."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from cases import assert_close, batch, network, weights
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+
+SHAPE = (2, 4, 6)
+
+
+@pytest.mark.parametrize("change", [lambda out: out.transpose(0, 1), lambda out: out[:, :2]])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_hook_that_changes_the_output_is_respected(change, first: bool) -> None:  # type: ignore[no-untyped-def]
+    x = batch(*SHAPE)
+    expected = change(network()[0](x))
+    model = nn.Sequential(network()[0])
+
+    def hook(module: nn.Module, args: object, out: Tensor) -> Tensor:
+        return change(out)
+
+    if first:
+        model[0].register_forward_hook(hook)
+    opt = LocoProp(model, lr=1e-2)
+    if not first:
+        model[0].register_forward_hook(hook)
+    out = model(x)
+    assert torch.equal(out, expected)
+    out.square().sum().backward()
+    before = weights(model)
+    opt.step()
+    assert not torch.equal(before[0], weights(model)[0])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_tensor_hook_on_the_output_fires(first: bool) -> None:
+    model, seen = network(), []
+
+    def hook(module: nn.Module, args: object, out: Tensor) -> None:
+        out.register_hook(lambda g: seen.append(g.shape))
+
+    if first:
+        model[0].register_forward_hook(hook)
+    opt = LocoProp(model, lr=1e-2)
+    if not first:
+        model[0].register_forward_hook(hook)
+    model(batch(*SHAPE)).square().sum().backward()
+    opt.step()
+    assert seen == [torch.Size([2, 4, 5])]
+
+
+def test_outputs_are_the_same_bits_with_and_without() -> None:
+    model, other = network(), network()
+    opt = LocoProp(model)
+    for shape in ((8, 6), SHAPE, (6,)):
+        assert torch.equal(model(batch(*shape)), other(batch(*shape)))
+    assert not opt.state
+
+
+def test_a_shallow_copy_of_a_layer_is_ignored() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-2)
+    copy.copy(model[0])(batch(8, 6)).sum().backward()
+    assert all(not layer.calls for layer in opt._layers)
+
+
+def test_the_optimizer_can_be_removed_for_good() -> None:
+    """Swap it back: a model that outlives its optimizer trains as if it had never been."""
+    model, other = network(), network()
+    opt = LocoProp(model, lr=1e-2)
+    del opt
+    for net in (model, other):
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        net(batch(8, 6)).square().sum().backward()
+        sgd.step()
+    assert_close(weights(model), weights(other), 0.0)
+    assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
