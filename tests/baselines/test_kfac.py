@@ -1,0 +1,482 @@
+"""K-FAC against dense matrices: factors from the recorded rows, Kronecker products written out."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from torch_locoprop.baselines import KFAC
+from torch_locoprop.baselines.kfac import clip_scale, damped_factors
+
+
+def backward(model: nn.Module, seed: int = 1, rows: int = 7) -> Tensor:
+    x = batch(rows, 6, seed=seed)
+    loss = cross_entropy(model(x), x[:, :3])
+    loss.backward()
+    return loss.detach()
+
+
+def train(model: nn.Module, opt: KFAC, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        losses.append(backward(model, seed=step % 4))
+        opt.step()
+        opt.zero_grad()
+    return losses
+
+
+def make(**options: Any) -> tuple[nn.Sequential, KFAC]:
+    model = network()
+    return model, KFAC(model, **{"lr": 0.1, "output_transfer": "sigmoid", **options})
+
+
+def dense_direction(a: Tensor, d: Tensor, joint: Tensor, damping: float) -> Tensor:
+    """``(A_damped ⊗ D_damped)⁻¹ vec(G)``: vec stacks the columns of G ``[d, n(+1)]``."""
+    pi = ((a.trace() / len(a)) / (d.trace() / len(d))).sqrt()
+    a = a + pi * damping**0.5 * torch.eye(len(a)).double()
+    d = d + damping**0.5 / pi * torch.eye(len(d)).double()
+    solved = torch.linalg.solve(torch.kron(a, d), joint.mT.reshape(-1))
+    return solved.reshape(joint.mT.shape).mT
+
+
+def recorded(opt: KFAC, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    """This batch's A and D of one layer, and its joint gradient ``[W b]``."""
+    served = opt._layers[layer]
+    x, g = served.calls[0].x, served.calls[0].sampled
+    columns = [x.reshape(-1, x.shape[-1])]
+    gradient = [served.module.weight.grad]
+    if served.module.bias is not None:
+        columns.append(torch.ones(len(columns[0]), 1).double())
+        gradient.append(served.module.bias.grad[:, None])
+    rows = torch.cat(columns, 1)
+    g = g.reshape(-1, g.shape[-1])
+    return rows.mT @ rows / len(rows), g.mT @ g / len(g), torch.cat(gradient, 1)
+
+
+def joints(model: nn.Sequential) -> list[Tensor]:
+    """``[W b]`` of every layer."""
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    return [
+        torch.cat([m.weight] + ([] if m.bias is None else [m.bias[:, None]]), 1).detach().clone()
+        for m in layers
+    ]
+
+
+# ---- the update ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("output_transfer", ["sigmoid", "softmax", "linear"])
+def test_one_step_is_the_dense_kronecker_solve(bias: bool, output_transfer: str) -> None:
+    model = network(bias=bias)
+    opt = KFAC(model, lr=0.1, damping=0.02, output_transfer=output_transfer)
+    before = joints(model)
+    backward(model)
+    directions = [dense_direction(*recorded(opt, k), 0.02) for k in range(3)]
+    opt.step()
+    assert_close(
+        joints(model), [w - 0.1 * v for w, v in zip(before, directions, strict=True)], 1e-10
+    )
+
+
+def test_the_rows_of_d_are_gradients_for_labels_drawn_from_the_model() -> None:
+    """Read the drawn labels off the output layer; autograd with them gives every other layer's g."""
+    model, opt = make()
+    backward(model)
+    sampled = [layer.sampled() for layer in opt._layers]
+    pre_activations: list[Tensor] = []
+    a = batch(7, 6)
+    for module in model:
+        a = module(a)
+        if isinstance(module, nn.Linear):
+            a.retain_grad()
+            pre_activations.append(a)
+    labels = torch.sigmoid(a).detach() - sampled[2]
+    assert torch.logical_or(labels.abs() < 1e-12, (labels - 1).abs() < 1e-12).all()
+    assert 0 < labels.mean() < 1
+    F.binary_cross_entropy_with_logits(a, labels, reduction="sum").backward()
+    assert_close(sampled, [p.grad for p in pre_activations], 1e-10)
+
+
+def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> None:
+    """Thirty steps of a dense re-implementation; the inverses of step 20 serve until 27."""
+    lr, momentum, decay, damping, every, shrink = 0.02, 0.5, 0.8, 0.1, 9, 0.1
+    model, opt = make(
+        lr=lr, momentum=momentum, decay=decay, damping=damping, every=every, weight_decay=shrink
+    )
+    averages: list[tuple[Tensor, Tensor]] = []
+    used: list[tuple[Tensor, Tensor]] = []
+    velocity = [torch.zeros_like(joint) for joint in joints(model)]
+    for step in range(30):
+        backward(model, seed=step)
+        fresh = [recorded(opt, k) for k in range(3)]
+        keep = min(decay, 1 - 1 / (step + 1))  # Martens & Grosse: a plain mean at first
+        if step == 0:
+            averages = [(a, d) for a, d, _ in fresh]
+        else:
+            averages = [
+                (keep * a + (1 - keep) * new_a, keep * d + (1 - keep) * new_d)
+                for (a, d), (new_a, new_d, _) in zip(averages, fresh, strict=True)
+            ]
+        if step < 20 or step % every == 0:
+            used = averages
+        expected = joints(model)
+        for k in range(3):
+            direction = dense_direction(*used[k], fresh[k][2], damping)
+            velocity[k] = momentum * velocity[k] + direction
+            expected[k][:, :-1] *= 1 - lr * shrink
+            expected[k] -= lr * velocity[k]
+        opt.step()
+        opt.zero_grad()
+        assert_close(joints(model), expected, 1e-9)
+
+
+def test_rows_of_several_calls_and_of_sequences_count_alike() -> None:
+    """Two batches accumulated, or one batch of sequences: A and D average over all rows."""
+    model, opt = make()
+    x = batch(4, 3, 6)
+    cross_entropy(model(x), x[..., :3]).backward()
+    g = opt._layers[1].sampled()
+    opt.step()
+    state = opt.state[model[2].weight]
+    assert g.shape == (12, 4)
+    assert_close([state["gradients"]], [g.mT @ g / 12])
+
+    model, opt = make()
+    backward(model, seed=1)
+    backward(model, seed=2)
+    inputs = torch.cat([batch(7, 6, seed=1), batch(7, 6, seed=2)])
+    rows = torch.cat([inputs, torch.ones(14, 1).double()], 1)
+    opt.step()
+    assert_close([opt.state[model[0].weight]["inputs"]], [rows.mT @ rows / 14])
+
+
+def test_factored_damping() -> None:
+    """The product is the Fisher plus λI and cross terms; π balances the factors' mean diagonals."""
+    roots = batch(4, 4), batch(3, 3, seed=2)
+    a, d = (root @ root.mT for root in roots)
+    damped_a, damped_d = damped_factors(a, d, 0.01)
+    pi = ((a.trace() / 4) / (d.trace() / 3)).sqrt()
+    eye_a, eye_d = torch.eye(4).double(), torch.eye(3).double()
+    cross = torch.kron(a, eye_d) * 0.1 / pi + torch.kron(eye_a, d) * 0.1 * pi
+    expected = torch.kron(a, d) + 0.01 * torch.eye(12).double() + cross
+    assert_close([torch.kron(damped_a, damped_d)], [expected])
+
+
+def test_a_layer_without_gradients_is_damped_by_the_identity() -> None:
+    damped_a, damped_d = damped_factors(torch.ones(2, 2), torch.zeros(3, 3), 0.01)
+    assert_close([damped_a, damped_d], [torch.ones(2, 2) + 0.1 * torch.eye(2), 0.1 * torch.eye(3)])
+
+
+# ---- clipping --------------------------------------------------------------------------------------
+
+
+def test_clip_bounds_the_step_in_the_fisher_norm() -> None:
+    """All layers shrink by the one ν that makes ``lr² ν² Σ⟨v, G⟩`` the bound itself."""
+    clip, lr = 1e-4, 0.5
+    plain, free = make(lr=lr)
+    clipped, bound = make(lr=lr, clip=clip)
+    before = joints(plain)
+    for model in (plain, clipped):
+        backward(model)
+    gradients = [recorded(free, k)[2] for k in range(3)]
+    free.step()
+    bound.step()
+    full = [w - new for w, new in zip(before, joints(plain), strict=True)]
+    short = [w - new for w, new in zip(before, joints(clipped), strict=True)]
+    norm = lr * sum((v * g).sum() for v, g in zip(full, gradients, strict=True))
+    assert norm > clip
+    scale = (clip / norm).sqrt()
+    assert_close(short, [scale * v for v in full], 1e-10)
+
+
+def test_clip_leaves_short_steps_alone() -> None:
+    direction, gradient = batch(3, 2), batch(3, 2, seed=2)
+    assert clip_scale([direction], [gradient], 0.1, 1e6) == 1
+    assert clip_scale([direction], [0 * gradient], 0.1, 1e-6) == 1
+    assert clip_scale([direction], [gradient], 0.0, 1e-6) == 1
+
+
+# ---- what the method promises ----------------------------------------------------------------------
+
+
+def test_linear_regression_converges_in_a_few_steps_whatever_the_conditioning() -> None:
+    """One linear layer, unit-variance Gaussian: the Hessian is ``A ⊗ I`` and the Fisher equals it.
+
+    A is exact on a full batch, and D is the second moment of draws from N(0, I), so each step with
+    lr = 1 leaves ``I − D⁻¹`` of the error, about √(d/rows): Newton's method up to sampling noise.
+    """
+    rows, n, d = 4000, 8, 3
+    x = torch.randn(rows, n, dtype=torch.float64) * torch.logspace(-2, 2, n, dtype=torch.float64)
+    optimum = torch.randn(d, n + 1, dtype=torch.float64)
+    y = x @ optimum[:, :-1].mT + optimum[:, -1]
+    model = nn.Sequential(nn.Linear(n, d)).double()
+    opt = KFAC(model, lr=1.0, momentum=0.0, damping=1e-22, output_transfer="linear")
+    errors = [(joints(model)[0] - optimum).norm()]
+    for _ in range(6):
+        (0.5 * (model(x) - y).square().sum() / rows).backward()
+        opt.step()
+        opt.zero_grad()
+        errors.append((joints(model)[0] - optimum).norm())
+    assert all(after < 0.1 * before for before, after in pairwise(errors))
+    assert errors[-1] < 1e-7 * errors[0]
+
+
+def test_a_step_does_not_depend_on_how_the_inputs_are_scaled() -> None:
+    """Affine reparametrisation of a layer's input: the natural gradient gives the same function."""
+    transform = torch.diag(torch.tensor([1e-2, 1.0, 30.0, 5.0, 0.3, 2.0]).double())
+    x = batch(40, 6)
+    outputs = []
+    for scaled in (False, True):
+        model = network(sizes=(6, 3))
+        if scaled:
+            with torch.no_grad():
+                model[0].weight.copy_(model[0].weight @ torch.linalg.inv(transform))
+        inputs = x @ transform if scaled else x
+        opt = KFAC(model, lr=0.5, damping=1e-22, output_transfer="sigmoid")
+        for _ in range(3):
+            cross_entropy(model(inputs), x[:, :3]).backward()
+            opt.step()
+            opt.zero_grad()
+        outputs.append(model(inputs).detach())
+    assert_close([outputs[0]], [outputs[1]], 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 5}, {"clip": 1e-2, "lr": 1.0}], ids=str)
+def test_loss_falls_on_an_autoencoder(options: dict[str, Any]) -> None:
+    model = network(sizes=(12, 8, 3, 8, 12))
+    opt = KFAC(model, **{"lr": 0.05, "output_transfer": "sigmoid", **options})
+    x = (batch(64, 12) < batch(64, 1, seed=2)).double()
+    losses = []
+    for _ in range(60):
+        losses.append(cross_entropy(model(x), x))
+        losses[-1].backward()
+        opt.step()
+        opt.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+# ---- torch.optim's contract ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"every": 3, "clip": 1e-3, "weight_decay": 0.1}], ids=str)
+def test_resumed_run_is_bit_identical(options: dict[str, Any]) -> None:
+    model, opt = make(**options)
+    train(model, opt, range(22))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(model, opt, range(22, 28))
+
+    file.seek(0)
+    saved = torch.load(file)  # weights_only=True is the default: tensors, numbers, strings
+    resumed = network(seed=7)
+    other = KFAC(resumed, lr=3.0, output_transfer="sigmoid")
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    train(resumed, other, range(22, 28))
+    assert_close(weights(model), weights(resumed), 0.0)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_of_model_and_optimizer_trains_on_by_itself(copier: Any) -> None:
+    model, opt = make()
+    train(model, opt, range(2))
+    twin, twin_opt = copier((model, opt))
+    before = weights(model)
+    train(twin, twin_opt, range(2, 4))
+    assert_close(before, weights(model), 0.0)
+    train(model, opt, range(2, 4))
+    assert_close(weights(model), weights(twin), 0.0)
+
+
+def test_schedulers_move_lr_and_momentum() -> None:
+    model, opt = make(lr=0.1)
+    scheduler = lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
+    seen = []
+    for step in range(4):
+        before = weights(model)
+        train(model, opt, range(step, step + 1))
+        scheduler.step()
+        moved = max((a - b).abs().max() for a, b in zip(before, weights(model), strict=True))
+        seen.append((opt.param_groups[0]["lr"], opt.param_groups[0]["momentum"], moved))
+    assert len({lr for lr, _, _ in seen}) == len({momentum for _, momentum, _ in seen}) == 4
+    opt.param_groups[0]["lr"] = 0.0
+    before = weights(model)
+    train(model, opt, range(4, 5))
+    assert_close(weights(model), before, 0.0)
+
+
+def test_step_before_backward_raises() -> None:
+    model, opt = make()
+    with pytest.raises(RuntimeError, match=r"Call loss.backward\(\) before step\(\)"):
+        opt.step()
+    backward(model)
+    opt.zero_grad(set_to_none=False)
+    with pytest.raises(RuntimeError, match="No layer recorded a backward pass"):
+        opt.step()
+
+
+def test_closure_is_evaluated_with_gradients() -> None:
+    model, opt = make()
+    other, plain = make()
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        return backward(model, seed=0)
+
+    with torch.no_grad():
+        loss = opt.step(closure)
+    assert_close([loss], train(other, plain, range(1)))
+    assert_close(weights(model), weights(other), 0.0)
+
+
+def test_sampling_leaves_gradients_and_the_global_random_state_alone() -> None:
+    model, opt = make()
+    before = torch.get_rng_state()
+    plain = network()
+    backward(model)
+    backward(plain)
+    for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(one.grad, two.grad)
+    opt.step()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_labels_differ_from_step_to_step() -> None:
+    model, opt = make(lr=0.0)
+    drawn = []
+    for _ in range(2):
+        backward(model)
+        drawn.append(opt._layers[2].sampled())
+        opt.step()
+        opt.zero_grad()
+    assert not torch.equal(*drawn)
+
+
+def test_parts_of_the_model_called_by_themselves() -> None:
+    """Without the model's output there is nothing to draw labels from."""
+    model, opt = make()
+    (model[0](batch(7, 6)).square().sum()).backward()
+    with pytest.raises(RuntimeError, match=r"No Fisher matrix was sampled for layer '0'"):
+        opt.step()
+    opt.zero_grad()
+    train(model, opt, range(1))
+    factor = opt.state[model[0].weight]["inputs"].clone()
+    before = weights(model)
+    (model[0](batch(7, 6)).square().sum()).backward()
+    opt.step()  # the averages so far serve
+    assert torch.equal(factor, opt.state[model[0].weight]["inputs"])
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert moved == [True, True, False, False, False, False]
+
+
+def test_frozen_tensors_stay_and_factors_follow() -> None:
+    """With the bias frozen, the layer's Fisher is that of its weight alone."""
+    model, opt = make(damping=0.02, momentum=0.0)
+    train(model, opt, range(2))
+    model[0].bias.requires_grad_(False)
+    model[2].requires_grad_(False)
+    before = weights(model)
+    backward(model)
+    x, g = batch(7, 6), opt._layers[0].sampled()
+    direction = dense_direction(x.mT @ x / 7, g.mT @ g / 7, model[0].weight.grad, 0.02)
+    opt.step()
+    after = weights(model)
+    assert_close(after[:4], [before[0] - 0.1 * direction, *before[1:4]], 1e-9)
+    assert not torch.equal(before[4], after[4])
+    assert "frozen" in opt.summary()
+
+
+# ---- fallback and errors ---------------------------------------------------------------------------
+
+
+def with_norm(lr: float = 1e-2) -> tuple[nn.Sequential, KFAC]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    return model, KFAC(
+        model, loss_fn=nn.BCEWithLogitsLoss(), fallback=lambda p: torch.optim.AdamW(p, lr=lr)
+    )
+
+
+def test_the_fallback_trains_the_rest_exactly_as_it_would_alone() -> None:
+    model, opt = with_norm()
+    norm = [p.detach().clone().requires_grad_() for p in model[1].parameters()]
+    alone = torch.optim.AdamW(norm, lr=1e-2)
+    for seed in range(3):
+        backward(model, seed)
+        for mine, theirs in zip(norm, model[1].parameters(), strict=True):
+            mine.grad = theirs.grad.clone()
+        alone.step()
+        opt.step()
+        opt.zero_grad()
+    assert_close(weights(model[1]), [p.detach() for p in norm], 0.0)
+
+
+def test_resume_and_schedules_with_a_fallback() -> None:
+    model, opt = with_norm()
+    train(model, opt, range(3))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file)
+    resumed, other = with_norm(lr=0.7)
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    for net, o in ((model, opt), (resumed, other)):
+        scheduler = lr_scheduler.ExponentialLR(o, 0.5)
+        train(net, o, range(3, 5))
+        scheduler.step()
+        train(net, o, range(5, 7))
+        assert [group["lr"] for group in o.param_groups] == [5e-3, 5e-3]
+    assert_close(weights(model), weights(resumed), 0.0)
+
+
+def test_a_default_fallback_comes_with_a_warning_and_a_summary() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    with pytest.warns(UserWarning, match="get AdamW") as caught:
+        opt = KFAC(model, output_transfer="linear")
+    assert caught[0].filename == __file__
+    text = opt.summary()
+    assert "kfac" in text
+    assert "AdamW" in text
+    assert "12 of 18 parameters by K-FAC" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Invalid lr=-1.0"),
+        ({"momentum": 1.0}, "Invalid momentum=1.0"),
+        ({"decay": 1.0}, "Invalid decay=1.0"),
+        ({"damping": 0.0}, r"Invalid damping=0.0. Must be finite and > 0"),
+        ({"clip": 0.0}, "Invalid clip=0.0"),
+        ({"weight_decay": -1.0}, "Invalid weight_decay=-1.0"),
+        ({"every": 0}, r"Invalid every=0. Must be an integer >= 1"),
+        ({"every": True}, "Invalid every=True"),
+        ({"output_transfer": None}, r"Invalid output_transfer=None. .* say which by loss_fn="),
+        ({"output_transfer": "tanh"}, "Invalid output_transfer='tanh'"),
+    ],
+)
+def test_invalid_settings(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(**options)
+
+
+def test_what_cannot_be_served() -> None:
+    model, opt = make()
+    with pytest.raises(TypeError, match="KFAC takes the model itself, not generator"):
+        KFAC(model.parameters(), output_transfer="sigmoid")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="no linear layer"):
+        KFAC(nn.Sequential(nn.LayerNorm(3)), output_transfer="linear")
+    with pytest.raises(ValueError, match="KFAC trains the whole model"):
+        opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})

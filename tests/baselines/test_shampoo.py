@@ -1,0 +1,286 @@
+"""Shampoo against dense matrix powers by SciPy, in float64."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import scipy.linalg
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from torch_locoprop.baselines import Shampoo
+from torch_locoprop.baselines.shampoo import average, inverse_root
+
+EPS = 1e-3
+
+
+def signed(*shape: int, seed: int) -> Tensor:
+    return batch(*shape, seed=seed) - 0.5
+
+
+def power(matrix: Tensor, exponent: float, eps: float = EPS) -> Tensor:
+    """``(M + eps λ_max I)^exponent``."""
+    ridge = eps * torch.linalg.matrix_norm(matrix, 2) * torch.eye(len(matrix)).double()
+    return torch.from_numpy(
+        scipy.linalg.fractional_matrix_power((matrix + ridge).numpy(), exponent)
+    )
+
+
+def weighted(values: list[Tensor], decay: float | None) -> Tensor:
+    """The sum, or the average with weights βᵗ⁻ˢ."""
+    if decay is None or decay == 1:
+        return torch.stack(values).sum(0)
+    factors = [decay ** (len(values) - 1 - s) for s in range(len(values))]
+    return sum(f * v for f, v in zip(factors, values, strict=True)) / sum(factors)
+
+
+def simpler(gradients: list[Tensor], grafting: str | None, decay: float | None) -> Tensor:
+    g = gradients[-1]
+    if grafting == "sgd":
+        return g
+    squares = [past.square() for past in gradients]
+    v = weighted(squares, None if grafting == "adagrad" else decay)
+    return g / (v.sqrt() + EPS)
+
+
+def run(w: nn.Parameter, opt: Shampoo, gradients: list[Tensor]) -> list[Tensor]:
+    """The displacement of each step."""
+    moves = []
+    for g in gradients:
+        before = w.detach().clone()
+        w.grad = g.clone()
+        opt.step()
+        moves.append(before - w.detach())
+    return moves
+
+
+# ---- the update ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grafting", ["rmsprop", "adagrad", "sgd", None])
+@pytest.mark.parametrize("decay", [0.8, 1.0, None])
+@pytest.mark.parametrize("every", [1, 3])
+def test_steps_are_dense_inverse_fourth_roots(
+    grafting: str | None, decay: float | None, every: int
+) -> None:
+    gradients = [signed(4, 6, seed=s) for s in range(5)]
+    w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    opt = Shampoo([w], lr=0.1, momentum=0.5, decay=decay, eps=EPS, every=every, grafting=grafting)
+    moves = run(w, opt, gradients)
+    velocity = torch.zeros(4, 6).double()
+    roots: tuple[Tensor, Tensor] | None = None
+    for t, g in enumerate(gradients):
+        seen = gradients[: t + 1]
+        if t % every == 0:
+            roots = (
+                power(weighted([x @ x.mT for x in seen], decay), -0.25),
+                power(weighted([x.mT @ x for x in seen], decay), -0.25),
+            )
+        assert roots is not None
+        # vec stacks columns: vec(L^(−1/4) G R^(−1/4)) = (R^(−1/4) ⊗ L^(−1/4)) vec(G)
+        direction = torch.kron(roots[1].mT.contiguous(), roots[0]) @ g.mT.reshape(-1)
+        direction = direction.reshape(6, 4).mT
+        if grafting is not None:
+            direction = direction * simpler(seen, grafting, decay).norm() / direction.norm()
+        velocity = 0.5 * velocity + direction
+        assert_close([moves[t]], [0.1 * velocity], 1e-8)
+
+
+@pytest.mark.parametrize("grafting", ["rmsprop", "adagrad", "sgd", None])
+@pytest.mark.parametrize("decay", [0.8, None])
+def test_vectors_take_the_simpler_step_itself(grafting: str | None, decay: float | None) -> None:
+    gradients = [signed(5, seed=s) for s in range(4)]
+    w = nn.Parameter(torch.zeros(5, dtype=torch.float64))
+    opt = Shampoo([w], lr=0.1, momentum=0.0, decay=decay, eps=EPS, grafting=grafting)
+    moves = run(w, opt, gradients)
+    expected = [0.1 * simpler(gradients[: t + 1], grafting, decay) for t in range(4)]
+    assert_close(moves, expected)
+
+
+def test_tensors_of_more_dimensions_are_matrices_by_their_first() -> None:
+    gradients = [signed(4, 2, 3, seed=s) for s in range(3)]
+    tensor = nn.Parameter(torch.zeros(4, 2, 3, dtype=torch.float64))
+    matrix = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+    run(tensor, Shampoo([tensor]), gradients)
+    run(matrix, Shampoo([matrix]), [g.reshape(4, 6) for g in gradients])
+    assert_close([tensor.detach().reshape(4, 6)], [matrix.detach()], 0.0)
+
+
+def test_large_sides_have_no_preconditioner() -> None:
+    g = signed(4, 6, seed=1)
+    moves = {}
+    for size in (5, 3):
+        w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
+        opt = Shampoo([w], lr=1.0, eps=EPS, grafting=None, max_size=size)
+        moves[size] = run(w, opt, [g])[0]
+        assert ("left" in opt.state[w]) == (size == 5)
+        assert "right" not in opt.state[w]
+    assert_close([moves[5]], [power(g @ g.mT, -0.5) @ g], 1e-8)
+    assert_close([moves[3]], [g / (g.abs() + EPS)])
+
+
+def test_whitening() -> None:
+    """One gradient, no ridge to speak of: ``L^(−1/4) G R^(−1/4)`` is U Vᵀ of its SVD."""
+    g = signed(4, 4, seed=1)
+    w = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+    move = run(w, Shampoo([w], lr=1.0, eps=1e-14, grafting=None), [g])[0]
+    u, _, vt = torch.linalg.svd(g)
+    assert_close([move], [u @ vt], 1e-6)
+
+
+@pytest.mark.parametrize("root", [2, 4])
+def test_inverse_root_is_batched_and_survives_rank_deficiency(root: int) -> None:
+    factor = signed(3, 5, 2, seed=1)
+    matrix = factor @ factor.mT
+    found = inverse_root(matrix, root, EPS)
+    assert_close(list(found), [power(m, -1 / root) for m in matrix], 1e-8)
+    single = inverse_root(matrix.float(), root, EPS)
+    torch.testing.assert_close(single, found.float(), rtol=1e-3, atol=1e-3)
+
+
+def test_zero_gradients_move_nothing_and_do_no_harm() -> None:
+    """As in a layer of dead units: the roots of zero statistics are the identity."""
+    assert_close([inverse_root(torch.zeros(3, 3), 4, EPS)], [torch.eye(3)])
+    for grafting in ("rmsprop", "adagrad", "sgd", None):
+        w = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+        opt = Shampoo([w], every=5, momentum=0.0, grafting=grafting)
+        moves = run(w, opt, [torch.zeros(3, 2).double(), signed(3, 2, seed=1)])
+        assert_close([moves[0]], [torch.zeros(3, 2).double()])
+        assert torch.isfinite(w).all()
+        assert 0 < moves[1].norm() < 1
+
+
+def test_average() -> None:
+    """As Adam's: an average from zero, divided by 1 − βᵗ."""
+    values = [signed(2, seed=s) for s in range(4)]
+    running, raw = None, torch.zeros(2).double()
+    for t, value in enumerate(values, start=1):
+        running = average(running, value, 0.9, t)
+        raw = 0.9 * raw + 0.1 * value
+        assert_close([running], [raw / (1 - 0.9**t)])
+
+
+def test_weight_decay_shrinks_matrices_and_spares_vectors() -> None:
+    for shape, factor in (((3, 2), 0.95), ((3,), 1.0)):
+        moved = []
+        for shrink in (0.0, 0.5):
+            w = nn.Parameter(torch.ones(shape, dtype=torch.float64))
+            run(w, Shampoo([w], lr=0.1, weight_decay=shrink), [signed(*shape, seed=1)])
+            moved.append(w.detach())
+        assert_close([moved[1]], [moved[0] - 1 + factor])
+
+
+# ---- torch.optim's contract ------------------------------------------------------------------------
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        x = batch(8, 6, seed=step)
+        cross_entropy(model(x), x[:, :3]).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"every": 3}, {"grafting": "sgd"}, {"grafting": None, "decay": None}], ids=str
+)
+def test_resumed_run_is_bit_identical(options: dict[str, Any]) -> None:
+    model = network()
+    opt = Shampoo(model.parameters(), lr=1e-2, **options)
+    train(model, opt, range(5))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(model, opt, range(5, 10))
+
+    file.seek(0)
+    saved = torch.load(file)
+    resumed = network(seed=7)
+    other = Shampoo(resumed.parameters())
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    train(resumed, other, range(5, 10))
+    assert_close(weights(model), weights(resumed), 0.0)
+
+
+def test_gradients_are_not_kept_in_the_state() -> None:
+    """Zeroed in place or set to None: the same path, so nothing in the state is the gradient."""
+    paths = []
+    for set_to_none in (True, False):
+        model = network()
+        opt = Shampoo(model.parameters(), lr=1e-2, grafting="sgd")
+        for step in range(3):
+            x = batch(8, 6, seed=step)
+            cross_entropy(model(x), x[:, :3]).backward()
+            opt.step()
+            opt.zero_grad(set_to_none=set_to_none)
+        paths.append(weights(model))
+    assert_close(*paths, 0.0)
+
+
+def test_schedulers_move_lr_and_momentum_and_groups_differ() -> None:
+    model = network()
+    opt = Shampoo(
+        [
+            {"params": model[0].parameters(), "grafting": "sgd", "every": 2},
+            {"params": model[2].parameters()},
+        ],
+        lr=1e-2,
+    )
+    scheduler = lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
+    before = [(group["lr"], group["momentum"]) for group in opt.param_groups]
+    train(model, opt, range(1))
+    scheduler.step()
+    after = [(group["lr"], group["momentum"]) for group in opt.param_groups]
+    assert all(a != b and c != d for (a, c), (b, d) in zip(before, after, strict=True))
+    assert "square" not in opt.state[model[0].weight]
+    assert "square" in opt.state[model[2].weight]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"every": 5},
+        {"grafting": "adagrad", "lr": 3e-2},
+        {"grafting": "sgd", "lr": 1e-1},
+        {"grafting": None, "lr": 1e-2},
+        {"grafting": None, "lr": 1e-1, "decay": 1.0},
+    ],
+    ids=str,
+)
+def test_loss_falls_on_an_autoencoder(options: dict[str, Any]) -> None:
+    model = network(sizes=(12, 8, 3, 8, 12))
+    opt = Shampoo(model.parameters(), **{"lr": 3e-3, **options})
+    x = (batch(64, 12) < batch(64, 1, seed=2)).double()
+    losses = []
+    for _ in range(60):
+        losses.append(cross_entropy(model(x), x))
+        losses[-1].backward()
+        opt.step()
+        opt.zero_grad()
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "Invalid lr=-1.0"),
+        ({"momentum": 1.0}, "Invalid momentum=1.0"),
+        ({"decay": 1.5}, "Invalid decay=1.5"),
+        ({"eps": 0.0}, r"Invalid eps=0.0. Must be finite and > 0"),
+        ({"every": 1.5}, r"Invalid every=1.5. Must be an integer >= 1"),
+        ({"max_size": 0}, "Invalid max_size=0"),
+        ({"weight_decay": -1.0}, "Invalid weight_decay=-1.0"),
+        ({"grafting": "rmspropp"}, r"Unknown grafting 'rmspropp'. Did you mean 'rmsprop'\?"),
+    ],
+)
+def test_invalid_settings(options: dict[str, Any], message: str) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=message):
+        Shampoo([parameter], **options)
+    with pytest.raises(ValueError, match=message):
+        Shampoo([{"params": [parameter], **options}])

@@ -1,0 +1,205 @@
+"""TensorFlow's first-order methods as optimizers of their own."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
+from torch.optim import lr_scheduler
+
+from torch_locoprop import LocoProp
+from torch_locoprop.baselines import SGD, Adagrad, Adam, Momentum, Nesterov, RMSProp
+
+# the optimizer, the name of the solver, and settings that all differ from the defaults
+CASES: list[tuple[Any, str, dict[str, float]]] = [
+    (SGD, "sgd", {"lr": 0.1}),
+    (Momentum, "momentum", {"lr": 0.1, "momentum": 0.8}),
+    (Nesterov, "nesterov", {"lr": 0.1, "momentum": 0.8}),
+    (Adagrad, "adagrad", {"lr": 0.1, "eps": 0.3}),
+    (RMSProp, "rmsprop", {"lr": 0.01, "momentum": 0.8, "decay": 0.7, "eps": 0.3}),
+    (Adam, "adam", {"lr": 0.05, "momentum": 0.8, "decay": 0.7, "eps": 0.3}),
+]
+EACH = pytest.mark.parametrize(("cls", "name", "options"), CASES, ids=[c[1] for c in CASES])
+
+
+def by_hand(name: str, gradients: list[float], o: dict[str, float]) -> float:
+    """The sum of the steps, written out in plain numbers from TensorFlow's documentation."""
+    w = m = 0.0
+    v = {"adagrad": o.get("eps", 0.0), "rmsprop": 1.0}.get(name, 0.0)
+    for t, g in enumerate(gradients, start=1):
+        if name == "sgd":
+            w -= o["lr"] * g
+        elif name == "momentum":
+            m = o["momentum"] * m + g
+            w -= o["lr"] * m
+        elif name == "nesterov":
+            m = o["momentum"] * m + g
+            w -= o["lr"] * (g + o["momentum"] * m)
+        elif name == "adagrad":
+            v += g * g
+            w -= o["lr"] * g / math.sqrt(v)
+        elif name == "rmsprop":
+            v = o["decay"] * v + (1 - o["decay"]) * g * g
+            m = o["momentum"] * m + o["lr"] * g / math.sqrt(v + o["eps"])
+            w -= m
+        else:
+            m = o["momentum"] * m + (1 - o["momentum"]) * g
+            v = o["decay"] * v + (1 - o["decay"]) * g * g
+            rate = o["lr"] * math.sqrt(1 - o["decay"] ** t) / (1 - o["momentum"] ** t)
+            w -= rate * m / (math.sqrt(v) + o["eps"])
+    return w
+
+
+def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> list[Tensor]:
+    losses = []
+    for step in steps:
+        x = batch(8, 6, seed=step % 4)
+        loss = cross_entropy(model(x), x[:, :3])
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+@EACH
+def test_recursion_by_hand(cls: Any, name: str, options: dict[str, float]) -> None:
+    gradients = [2.0, -1.0, 0.5, 0.0, 3.0]
+    w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = cls([w], **options)
+    for g in gradients:
+        w.grad = torch.tensor([g], dtype=torch.float64)
+        opt.step()
+    assert w.item() == pytest.approx(by_hand(name, gradients, options), rel=1e-12)
+
+
+@EACH
+def test_equal_to_one_local_iteration(cls: Any, name: str, options: dict[str, float]) -> None:
+    """``LocoProp(local_steps=1, gamma=1)`` is BackProp with the solver, weight decay included."""
+    model, other = network(), network()
+    opt = cls(model.parameters(), weight_decay=0.1, **options)
+    local = LocoProp(
+        other, variant="locoprop-s", solver=name, local_steps=1, gamma=1.0,
+        output_transfer="sigmoid", weight_decay=0.1, **options,
+    )  # fmt: skip
+    train(model, opt, range(6))
+    train(other, local, range(6))
+    assert_close(weights(model), weights(other))
+
+
+@EACH
+def test_resumed_run_is_bit_identical(cls: Any, name: str, options: dict[str, float]) -> None:
+    model = network()
+    opt = cls(model.parameters(), **options)
+    train(model, opt, range(4))
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    train(model, opt, range(4, 8))
+
+    file.seek(0)
+    saved = torch.load(file)
+    resumed = network(seed=7)
+    other = cls(resumed.parameters(), lr=0.5)
+    resumed.load_state_dict(saved["model"])
+    other.load_state_dict(saved["opt"])
+    train(resumed, other, range(4, 8))
+    assert_close(weights(model), weights(resumed), 0.0)
+
+
+@EACH
+def test_loss_falls(cls: Any, name: str, options: dict[str, float]) -> None:
+    model = network()
+    losses = train(model, cls(model.parameters(), **options), range(80))
+    assert losses[-1] < 0.95 * losses[3]
+
+
+def test_weight_decay_shrinks_matrices_before_the_step_and_spares_biases() -> None:
+    model = network()
+    opt = SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    before = weights(model)
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.step()
+    expected = [
+        w * (0.95 if w.dim() > 1 else 1.0) - 0.1 * p.grad
+        for w, p in zip(before, model.parameters(), strict=True)
+    ]
+    assert_close(weights(model), expected)
+
+
+def test_groups_schedulers_and_tensors_without_a_gradient() -> None:
+    model = network()
+    opt = Momentum([{"params": model[0].parameters()}, {"params": model[2].weight, "lr": 0.5}])
+    scheduler = lr_scheduler.ExponentialLR(opt, 0.5)
+    model[2].requires_grad_(False)
+    before = weights(model)
+    train(model, opt, range(1))
+    scheduler.step()
+    assert [group["lr"] for group in opt.param_groups] == [5e-4, 0.25]
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert moved == [True, True, False, False, False, False]
+
+
+def test_cyclic_schedules_move_momentum_too() -> None:
+    model = network()
+    opt = RMSProp(model.parameters(), momentum=0.9)
+    scheduler = lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10)
+    before = opt.param_groups[0]["momentum"]
+    train(model, opt, range(1))
+    scheduler.step()
+    assert opt.param_groups[0]["momentum"] != before
+
+
+def test_closure_is_evaluated_with_gradients() -> None:
+    model, other = network(), network()
+    opt = Adam(model.parameters())
+    x = batch(8, 6, seed=0)
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        loss = cross_entropy(model(x), x[:, :3])
+        loss.backward()
+        return loss
+
+    with torch.no_grad():
+        loss = opt.step(closure)
+    expected = train(other, Adam(other.parameters()), range(1))
+    assert_close([loss.detach()], expected)
+    assert_close(weights(model), weights(other))
+
+
+def test_zeroing_gradients_in_place_leaves_the_state_alone() -> None:
+    model, other = network(), network()
+    opt, reference = Momentum(model.parameters()), Momentum(other.parameters())
+    for step in range(3):
+        x = batch(8, 6, seed=step)
+        cross_entropy(model(x), x[:, :3]).backward()
+        opt.step()
+        opt.zero_grad(set_to_none=False)
+    train(other, reference, range(3))
+    assert_close(weights(model), weights(other), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (SGD, {"lr": -1.0}, r"Invalid lr=-1.0. Must be finite and >= 0"),
+        (SGD, {"lr": None}, r"Invalid lr=None"),
+        (Momentum, {"momentum": 1.0}, r"Invalid momentum=1.0. Must be finite and >= 0 and < 1"),
+        (RMSProp, {"decay": 1.5}, r"Invalid decay=1.5"),
+        (Adam, {"eps": float("nan")}, r"Invalid eps=nan"),
+        (Adam, {"weight_decay": -0.1}, r"Invalid weight_decay=-0.1"),
+        (Adagrad, {"eps": 0.0}, r"Invalid eps=0.0. Must be finite and > 0"),
+    ],
+)
+def test_invalid_settings(cls: Any, options: dict[str, Any], message: str) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=message):
+        cls([parameter], **options)
+    with pytest.raises(ValueError, match=message):
+        cls([{"params": [parameter], **options}])
