@@ -57,15 +57,20 @@ class LocalProblem:
         return self.target(self.a0, self.transfer, self.g, self.v, self.gamma)
 
     @cached_property
-    def delta0(self) -> Tensor:
-        """The residual at the start."""
+    def delta0(self) -> Tensor | None:
+        """The residual at the start; None where it is zero because the first gradient has it all."""
+        if self.target.starts_at_zero and self.g is None:
+            return None
         return self.loss.residual(self.a0, self.target_rows, self.transfer)
 
     @cached_property
     def first_gradient(self) -> Tensors:
         """``δ₀ᵀX``."""
         known = self.target.first_gradient(self.backprop, self.gamma, self.fisher)
-        return self._weight_grad(self.delta0) if known is None else known
+        if known is not None:
+            return known
+        assert self.delta0 is not None
+        return self._weight_grad(self.delta0)
 
     @cached_property
     def metric(self) -> Metric | None:
@@ -85,7 +90,7 @@ class LocalProblem:
         delta = self.loss.residual(
             self.layer.forward(self.x, **at, **self.fixed), self.target_rows, self.transfer
         )
-        change = self._weight_grad(delta - self.delta0)
+        change = self._weight_grad(delta if self.delta0 is None else delta - self.delta0)
         return {
             name: first.add(change[name], alpha=self.row_weight)
             for name, first in self.first_gradient.items()
@@ -100,8 +105,9 @@ class LocalProblem:
         beyond_linear = (
             self.loss.value(a, self.target_rows, self.transfer)
             - self.loss.value(self.a0, self.target_rows, self.transfer)
-            - (self.delta0 * (a - self.a0)).sum(-1)
         ).sum()
+        if self.delta0 is not None:
+            beyond_linear = beyond_linear - (self.delta0 * (a - self.a0)).sum()
         moved = self.displacement(at)
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
         penalty = self.regularizer.value(moved, self.eta, self.metric)

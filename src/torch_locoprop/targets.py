@@ -33,6 +33,7 @@ class Target:
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"g"})
+    starts_at_zero: ClassVar[bool] = False  # without g, the target is where the layer already is
 
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
@@ -60,6 +61,7 @@ class GradientDescent(BackPropTarget):
     """``a* = a − γ ∂L/∂a`` (Algorithm 1, LocoProp-S)."""
 
     needs = frozenset()
+    starts_at_zero = True
 
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
@@ -71,6 +73,7 @@ class MirrorDescent(BackPropTarget):
     """``y* = f(a) − γ ∂L/∂a`` (Algorithm 2, LocoProp-M)."""
 
     needs = frozenset()
+    starts_at_zero = True
 
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
@@ -113,6 +116,7 @@ class NaturalGradient(Target):
     decay: float = 0.95
     every: int = 1
     needs = frozenset({"fisher"})
+    starts_at_zero = True
 
     def __post_init__(self) -> None:
         if not self.damping >= 0:

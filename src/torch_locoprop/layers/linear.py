@@ -28,6 +28,8 @@ class LinearLayer:
             return x @ weight.mT
         if weight.dim() == 2:
             return torch.addmm(bias, x, weight.mT)
+        if weight.dim() == 3 and x.dim() == 3:
+            return torch.baddbmm(bias.unsqueeze(-2), x, weight.mT)
         return x @ weight.mT + bias.unsqueeze(-2)
 
     def weight_grad(self, x: Tensor, delta: Tensor) -> dict[str, Tensor]:

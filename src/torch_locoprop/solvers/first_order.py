@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
+from torch_locoprop.spread import Number
 
 
 class FirstOrder(Solver):
@@ -109,9 +110,8 @@ class RmsProp(FirstOrder):
         return {"square": torch.ones_like(tensor), "momentum": torch.zeros_like(tensor)}
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
-        v = numbers.decay * state["square"] + (1 - numbers.decay) * gradient.square()
-        scaled = numbers.lr * gradient / (v + numbers.eps).sqrt()
-        m = numbers.momentum * state["momentum"] + scaled
+        v = average(state["square"], gradient.square(), numbers.decay)
+        m = numbers.momentum * state["momentum"] + numbers.lr * gradient * (v + numbers.eps).rsqrt()
         return m, {"square": v, "momentum": m}
 
 
@@ -129,11 +129,16 @@ class Adam(FirstOrder):
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
         t = state["step"] + 1
-        m = numbers.momentum * state["momentum"] + (1 - numbers.momentum) * gradient
-        v = numbers.decay * state["square"] + (1 - numbers.decay) * gradient.square()
+        m = average(state["momentum"], gradient, numbers.momentum)
+        v = average(state["square"], gradient.square(), numbers.decay)
         rate = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
         change = torch.as_tensor(rate).to(m) * m / (v.sqrt() + numbers.eps)
         return change, {"step": t, "square": v, "momentum": m}
+
+
+def average(old: Tensor, new: Tensor, decay: Number) -> Tensor:
+    """``decay · old + (1 − decay) · new``."""
+    return torch.lerp(new, old, decay)
 
 
 def _count_dtype(tensor: Tensor) -> torch.dtype:

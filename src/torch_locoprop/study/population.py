@@ -157,8 +157,8 @@ class Population:
             gamma=self.numbers["gamma"],
             eta=lr,
             regularizer=REGULARIZERS["none"] if output else method.regularizer,
-            g=g,
-            v=v,
+            g=g if "g" in method.variant.target.needs else None,
+            v=v if "v" in method.variant.target.needs else None,
         )
         solver = SOLVERS["sgd"] if output else method.solver
         local_steps = 1 if output else method.local_steps
