@@ -226,14 +226,15 @@ class LocoProp(torch.optim.Optimizer):
         values = [*new.values(), *(value for state in states.values() for value in state.values())]
         device = values[0].device
         ok = torch.stack([value.isfinite().all().to(device) for value in values]).all()
-        layer.skips = layer.skips + (~ok).long()
+        layer.count_skip(~ok)
         for name, value in new.items():
             parameter = layer.tensors[name]
             parameter.copy_(torch.where(ok, value, parameter))
             state = self.state[parameter]
-            if all(k in state and state[k].shape == v.shape for k, v in states[name].items()):
+            if all(_fits(state.get(key), entry) for key, entry in states[name].items()):
                 for key, entry in states[name].items():
-                    state[key] = torch.where(ok.to(entry.device), entry, state[key].to(entry))
+                    # In place, so that a step captured as a graph goes on from where it was.
+                    state[key].copy_(torch.where(ok.to(entry.device), entry, state[key]))
             elif bool(ok):
                 state.update(states[name])
 
@@ -431,3 +432,12 @@ def _like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors
         for key, value in state.items()
         if key != without
     }
+
+
+def _fits(old: Tensor | None, new: Tensor) -> bool:
+    """Whether a state entry can be written in place."""
+    return old is not None and (old.shape, old.dtype, old.device) == (
+        new.shape,
+        new.dtype,
+        new.device,
+    )

@@ -97,6 +97,12 @@ class ServedLayer:
                 self.calls.append(call)
         self._pending.clear()
 
+    def count_skip(self, skipped: Tensor) -> None:
+        """Add one where the solution was not finite; on the device, without a look from the host."""
+        if not isinstance(self.skips, Tensor) or self.skips.device != skipped.device:
+            self.skips = torch.full((), int(self.skips), device=skipped.device)
+        self.skips += skipped
+
     def clear(self) -> None:
         self.calls.clear()
         self._pending.clear()
