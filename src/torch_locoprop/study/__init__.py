@@ -1,1 +1,1 @@
-"""The deep-autoencoder study: data, model, schedule, training loop and figures. Needs the extra `study`."""
+"""The deep-autoencoder study: data, model, schedule, training, figures. Needs the extra `study`."""

@@ -1,21 +1,25 @@
-"""A look-alike of the CURVES data set: each image is one smooth stroke given by three random points.
+"""A look-alike of the CURVES data set: each image is one smooth stroke through three points.
 
-The original (Hinton and Salakhutdinov, 2006) draws a curve from three random points of the plane; its exact stroke is
-not published. Here it is the parabola that meets the first point at t = 0, the second at t = 1/2 and the third at
-t = 1, painted with a soft pen: a pixel is as bright as its centre is close to the stroke.
+The original (Hinton and Salakhutdinov, 2006) draws a curve from three random points of the plane;
+its exact stroke is not published. Here it is the parabola that meets the first point at t = 0, the
+second at t = 1/2 and the third at t = 1, painted with a soft pen: a pixel is as bright as its
+centre is close to the stroke.
 """
 
 import math
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
+
+Floats = npt.NDArray[np.float32]
 
 SIDE = 28
 """Pixels per side of an image."""
 
 SEGMENTS = 20
-"""Line segments that stand for the parabola; the chord error stays far below the soft edge of the pen."""
+"""Line segments that stand for the parabola: enough for errors far below the pen's soft edge."""
 
 RADIUS = 0.7
 """Half the width of the fully bright core of the stroke, in pixels."""
@@ -28,27 +32,27 @@ MARGIN = 3.0
 
 
 def curves(count: int, *, seed: int) -> Tensor:
-    """Return `count` images as a float32 tensor `[count, 784]` with values in [0, 1], the same for the same seed.
+    """Return images `[count, 784]`, float32 in [0, 1], the same for the same seed.
 
-    The n-th image depends on the seed alone, not on `count`: a longer draw continues a shorter one.
+    The n-th image does not depend on `count`: a longer draw continues a shorter one.
     """
     if count < 1:
         raise ValueError(f"Invalid count={count}. Must be at least 1.")
     points = np.random.default_rng(seed).uniform(MARGIN, SIDE - MARGIN, (count, 3, 2))
     vertices = parabola(points.astype(np.float32))
-    # Blocks keep the [images, pixels, segments] distances in the cache rather than in gigabytes of memory.
+    # In blocks, or the distances [images, pixels, segments] would fill gigabytes of memory.
     blocks = np.array_split(vertices, math.ceil(count / 32))
     return torch.from_numpy(np.concatenate([paint(block) for block in blocks]))
 
 
-def parabola(points: np.ndarray) -> np.ndarray:
-    """Return `SEGMENTS + 1` vertices `[n, SEGMENTS + 1, 2]` of the parabolas through the points `[n, 3, 2]`."""
+def parabola(points: Floats) -> Floats:
+    """Return vertices `[n, SEGMENTS + 1, 2]` along the parabolas through the points `[n, 3, 2]`."""
     t = np.linspace(0, 1, SEGMENTS + 1, dtype=points.dtype)
-    lagrange = np.stack([(2 * t - 1) * (t - 1), 4 * t * (1 - t), t * (2 * t - 1)])  # [3, SEGMENTS + 1]
-    return np.einsum("kt,nkc->ntc", lagrange, points)
+    lagrange = np.stack([(2 * t - 1) * (t - 1), 4 * t * (1 - t), t * (2 * t - 1)], axis=1)
+    return lagrange @ points
 
 
-def paint(vertices: np.ndarray) -> np.ndarray:
+def paint(vertices: Floats) -> Floats:
     """Return the images `[n, 784]` of the polylines with vertices `[n, v, 2]`."""
     centres = np.arange(SIDE, dtype=vertices.dtype) + 0.5
     start, step = vertices[:, :-1, :], np.diff(vertices, axis=1)  # [n, s, 2]
@@ -56,11 +60,11 @@ def paint(vertices: np.ndarray) -> np.ndarray:
     dy = centres[None, :, None] - start[:, None, :, 1]
     step_x, step_y = step[:, None, :, 0], step[:, None, :, 1]
     length2 = np.maximum(step_x**2 + step_y**2, 1e-12)
-    # Squared distance to each segment, for all columns x rows: project, clip to the segment, measure.
+    # The nearest point of each segment to each pixel: project on the line, stay on the segment.
     along = (dy * step_y / length2)[:, :, None, :] + (dx * step_x / length2)[:, None, :, :]
     np.clip(along, 0, 1, out=along)
     gap_x = dx[:, None, :, :] - along * step_x[:, :, None, :]
     gap_y = dy[:, :, None, :] - along * step_y[:, :, None, :]
     distance = np.sqrt((gap_x**2 + gap_y**2).min(axis=-1))  # [n, rows, columns]
-    ink = np.clip((RADIUS + SOFTNESS - distance) / SOFTNESS, 0, 1)
+    ink: Floats = np.clip((RADIUS + SOFTNESS - distance) / SOFTNESS, 0, 1)
     return ink.reshape(len(vertices), SIDE * SIDE)

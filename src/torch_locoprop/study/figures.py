@@ -1,11 +1,13 @@
-"""The figure of the demo: loss curves by epoch and by seconds, and what each method's model makes of a few images."""
+"""The figure of the demo: losses by epoch and by time, and reconstructed images."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from torch import Tensor
 
@@ -14,17 +16,19 @@ from torch_locoprop.study.curves import SIDE
 from torch_locoprop.study.training import Run
 
 INK, FAINT = "#222222", "#8c8c8c"
+TITLE: dict[str, Any] = {"loc": "left", "fontsize": 11, "fontweight": "bold", "color": INK}
 COLOURS = {method.name: method.colour for method in METHODS} | {"original": INK}
 
 
 def draw(path: Path, runs: Mapping[str, Run], floor: float, pictures: Mapping[str, Tensor]) -> None:
     """Write the figure as a PNG.
 
-    `floor` is the lowest loss that any model can have; `pictures` holds the "original" images and each method's
-    reconstructions of them, `[columns, pixels]` in [0, 1], a row of the figure each.
+    `floor` is the lowest loss that any model can have; `pictures` holds the "original" images and
+    each method's reconstructions of them, `[columns, pixels]` in [0, 1], a row of the figure each.
     """
-    figure = Figure(figsize=(10, 7.2), layout="constrained")
-    above, below = figure.subfigures(2, 1, height_ratios=[1.2, 1])
+    margins = ConstrainedLayoutEngine(rect=(0.01, 0.01, 0.98, 0.98))
+    figure = Figure(figsize=(10, 7.5), layout=margins)
+    above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[1.2, 1]).flat
     _curves(above, runs, floor)
     _gallery(below, pictures)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -40,8 +44,8 @@ def _curves(figure: SubFigure, runs: Mapping[str, Run], floor: float) -> None:
         by_seconds.plot(run.seconds[-1:], run.train_loss[-1:], "o", ms=5, color=COLOURS[name])
     by_epoch.set(xlabel="epochs", ylabel="train loss per image")
     by_seconds.set(xlabel="seconds of training")
-    by_epoch.set_title("By epoch", color=INK, fontsize=11, loc="left")
-    by_seconds.set_title("By time", color=INK, fontsize=11, loc="left")
+    by_epoch.set_title("The same epochs", **TITLE)
+    by_seconds.set_title("The same runs by the clock", **TITLE)
     by_epoch.legend(title="final train loss", frameon=False, alignment="left")
     for axes in (by_epoch, by_seconds):
         _finish(axes, floor)
@@ -73,11 +77,13 @@ def _finish(axes: Axes, floor: float) -> None:
 
 def _gallery(figure: SubFigure, pictures: Mapping[str, Tensor]) -> None:
     """Draw each entry as one strip of images with its name to the left."""
-    for axes, (name, images) in zip(figure.subplots(len(pictures), 1), pictures.items(), strict=True):
+    rows = figure.subplots(len(pictures), 1)
+    rows[0].set_title("Test images and their reconstructions", **TITLE)
+    for axes, (name, images) in zip(rows, pictures.items(), strict=True):
         tiles = images.reshape(-1, SIDE, SIDE).numpy()
-        gap = np.ones((len(tiles), SIDE, 2), dtype=tiles.dtype)
-        strip = np.concatenate(np.concatenate([1 - tiles, gap], axis=2), axis=1)[:, :-2]
+        gap = np.full((len(tiles), SIDE, 1), 0.8, dtype=tiles.dtype)
+        strip = np.concatenate(np.concatenate([1 - tiles, gap], axis=2), axis=1)[:, :-1]
         axes.imshow(strip, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
-        axes.set_ylabel(name, color=COLOURS[name], rotation=0, ha="right", va="center", labelpad=8)
+        axes.set_ylabel(name, color=COLOURS[name], rotation=0, ha="right", va="center", labelpad=6)
         axes.set(xticks=[], yticks=[])
-        axes.spines[:].set_color("#d0d0d0")
+        axes.spines[:].set_color("#cccccc")

@@ -6,14 +6,15 @@ from collections.abc import Callable
 def warmup_then_decay(*, warmup_steps: int, total_steps: int) -> Callable[[int], float]:
     """Return the factor of the peak learning rate as a function of the step, for `LambdaLR`.
 
-    The factor rises linearly to one over the first `warmup_steps` steps, then falls linearly and would be zero only at
-    the step after the last. It never is zero: TensorFlow's RMSProp keeps the learning rate inside the momentum, so at a
-    rate of exactly zero the weights would coast on the old momentum, away from the minimum and with no gradient to
-    correct them.
+    The factor rises linearly to one over the first `warmup_steps` steps, then falls linearly and
+    would be zero only at the step after the last. It never is zero: TensorFlow's RMSProp keeps the
+    learning rate inside the momentum, so at a rate of exactly zero the weights would coast on the
+    old momentum, away from the minimum and with no gradient to correct them.
     """
     if not 0 <= warmup_steps < total_steps:
         raise ValueError(
-            f"Invalid warmup_steps={warmup_steps}, total_steps={total_steps}. Must be 0 <= warmup_steps < total_steps."
+            f"Invalid warmup_steps={warmup_steps}, total_steps={total_steps}. "
+            "Must be 0 <= warmup_steps < total_steps."
         )
 
     def factor(step: int) -> float:

@@ -23,7 +23,7 @@ WEIGHT_DECAY = 1e-5
 
 @dataclass(frozen=True)
 class Task:
-    """What every method gets alike: images `[n, pixels]`, model, epochs, and the seed of weights and batches."""
+    """What is the same for every method: images `[n, pixels]`, model, epochs, batches and seed."""
 
     train: Tensor
     test: Tensor
@@ -45,12 +45,13 @@ class Task:
         """Yield the batches of each epoch, in an order that is the same at every call."""
         order = Generator().manual_seed(self.seed)
         for _ in range(self.epochs):
-            yield self.train[torch.randperm(len(self.train), generator=order)].split(self.batch_size)
+            rows = torch.randperm(len(self.train), generator=order)
+            yield torch.split(self.train[rows], self.batch_size)
 
 
 @dataclass
 class Run:
-    """The record of a run; entry n of each list is the state after n epochs. The clock stops during evaluation."""
+    """The record of a run: entry n is the state after n epochs. Evaluation is not on the clock."""
 
     train_loss: list[float] = field(default_factory=list)
     test_loss: list[float] = field(default_factory=list)
@@ -64,11 +65,9 @@ class Run:
 def train(
     task: Task, settings: Mapping[str, Any], on_epoch: Callable[[Run], None] = lambda run: None
 ) -> tuple[nn.Sequential, Run]:
-    """Train with `LocoProp(model, **settings)` and return the model and its record; stop early on a non-finite loss."""
+    """Train with `LocoProp(model, **settings)` until the end, or until the loss is not finite."""
     model = task.model()
-    optimizer = LocoProp(
-        model, output_transfer="sigmoid", weight_decay=WEIGHT_DECAY, **settings
-    )
+    optimizer = LocoProp(model, output_transfer="sigmoid", weight_decay=WEIGHT_DECAY, **settings)
     warmup_steps = min(math.ceil(WARMUP * task.total_steps), task.total_steps - 1)
     schedule = LambdaLR(
         optimizer, warmup_then_decay(warmup_steps=warmup_steps, total_steps=task.total_steps)
@@ -78,7 +77,8 @@ def train(
     for batches in task.shuffled_epochs():
         began = time.perf_counter()
         for images in batches:
-            reconstruction_loss(model(images), images).backward()
+            loss = reconstruction_loss(model(images), images)
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
