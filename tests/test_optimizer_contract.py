@@ -190,3 +190,31 @@ def test_clipped_gradients_are_what_the_local_problem_sees() -> None:
     expected = [w - 0.1 * p.grad for w, p in zip(before, model.parameters(), strict=True)]
     opt.step()
     assert_close(weights(model), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, True),
+        ({"variant": "pocoprop-s", "solver": "adam"}, True),
+        ({"solver": "exact"}, False),
+        ({"regularizer": "fisher"}, False),
+        ({"variant": "natural-s"}, False),
+    ],
+)
+def test_capturable_says_whether_a_step_waits_for_nothing(
+    options: dict[str, str], expected: bool
+) -> None:
+    assert make(**options)[1].capturable is expected
+
+
+def test_state_and_weights_are_written_in_place() -> None:
+    """What a captured graph relies on: the second step writes where the first one did."""
+    model, opt = make(solver="adam", momentum=0.9)
+    step(model, opt)
+    places = [p.data_ptr() for p in model.parameters()]
+    places += [t.data_ptr() for state in opt.state.values() for t in state.values()]
+    step(model, opt)
+    again = [p.data_ptr() for p in model.parameters()]
+    again += [t.data_ptr() for state in opt.state.values() for t in state.values()]
+    assert places == again

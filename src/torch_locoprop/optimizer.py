@@ -34,7 +34,7 @@ from torch_locoprop.groups import (
 from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
-from torch_locoprop.solvers import Solver
+from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import layer_row, table, unserved_row
 from torch_locoprop.survey import Unserved, survey
 from torch_locoprop.transfers import Transfer, get
@@ -268,6 +268,16 @@ class LocoProp(torch.optim.Optimizer):
             layer.name: int(layer.skips) + self._skipped_before.get(layer.name, 0)
             for layer in self._layers
         }
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
+        solvers = [self._components.solver(group) for group in self._local_groups()]
+        return (
+            self._fallback is None
+            and all(isinstance(solver, FirstOrder) for solver in solvers)
+            and not any("fisher" in layer.needs for layer in self._layers)
+        )
 
     # ---- torch.optim's contract ----------------------------------------------------------------
 
