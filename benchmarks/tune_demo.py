@@ -47,7 +47,7 @@ def sample(method: Method, rng: random.Random) -> dict[str, float]:
         "decay": round(1 - log_uniform(*ONE_MINUS_DECAY), 4),
         "eps": log_uniform(*EPS),
     }
-    if "gamma" not in method.kind:
+    if method.kind["optimizer"] == "locoprop":
         setting["gamma"] = rng.choice(GAMMA)
     return setting
 

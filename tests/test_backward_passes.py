@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -61,6 +62,12 @@ def after_a_batch_that_was_dropped(model: nn.Module, opt: LocoProp) -> None:
     plain(model, opt)
 
 
+def after_a_batch_whose_gradients_were_zeroed(model: nn.Module, opt: LocoProp) -> None:
+    cross_entropy(model(OTHER[0]), OTHER[1]).backward()
+    model.zero_grad(set_to_none=False)
+    plain(model, opt)
+
+
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m"])
 @pytest.mark.parametrize(
     "backward",
@@ -69,6 +76,7 @@ def after_a_batch_that_was_dropped(model: nn.Module, opt: LocoProp) -> None:
         before_asking_for_another_gradient,
         asking_in_the_same_graph,
         after_a_batch_that_was_dropped,
+        after_a_batch_whose_gradients_were_zeroed,
     ],
 )
 def test_rows_that_are_not_in_the_gradient_do_not_count(
@@ -197,3 +205,30 @@ def test_a_layer_whose_gradient_is_none() -> None:
     opt.step()
     assert_close(weights(model)[:2], before[:2], 0.0)
     assert not torch.equal(weights(model)[2], before[2])
+
+
+def test_clipping_between_two_batches_keeps_both() -> None:
+    """A gradient that was changed in place, but not to zero, is still added to."""
+    model = network()
+    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+    plain(model, opt)
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    cross_entropy(model(OTHER[0]), OTHER[1]).backward()
+    assert [len(layer.inputs()) for layer in opt._layers] == [13, 13, 13]
+
+
+def test_inputs_are_let_go_with_the_step_even_while_the_loss_is_kept() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+    hidden: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out)))
+    loss = cross_entropy(model(X), Y)
+    loss.backward()
+    storage = opt._layers[1].calls[0].x.untyped_storage()
+    cells = list(opt._capture._cells)
+    assert all(cell.call is not None for cell in cells)
+    opt.step()
+    assert all(cell.call is None for cell in cells)
+    assert storage.nbytes() == 8 * 5 * 8
+    assert hidden[0]() is None  # autograd has freed it, and nobody else holds it
+    assert loss.grad_fn is not None

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from cases import batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_locoprop import LocoProp
 
@@ -190,3 +191,116 @@ def test_post_gradients_of_reshaped_activations(variant: str) -> None:
         opt.zero_grad()
     assert transfers_of(opt) == {"one": "tanh", "gate": "sigmoid"}
     assert model(x).square().sum() < before
+
+
+def tanh_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)
+    ).double()
+
+
+EXPECTED = {"0": "tanh", "2": "tanh", "4": "softmax"}
+
+
+def test_two_optimizers_on_one_model_see_the_same() -> None:
+    model = tanh_net()
+    opts = [LocoProp(model, lr=1e-4, output_transfer="softmax") for _ in range(2)]
+    model(batch(8, 4)).square().sum().backward()
+    for opt in opts:
+        opt.step()
+        assert transfers_of(opt) == EXPECTED
+
+
+def test_an_optimizer_made_anew_while_a_loss_is_kept() -> None:
+    model = tanh_net()
+    kept = []
+    for _ in range(2):
+        opt = LocoProp(model, lr=1e-4, output_transfer="softmax")
+        loss = model(batch(8, 4)).square().sum()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        kept.append(loss)
+        assert transfers_of(opt) == EXPECTED
+    assert len(model[0]._forward_hooks) == 1
+
+
+def test_layers_thawed_later_are_decided_then() -> None:
+    model = tanh_net()
+    model[:4].requires_grad_(False)
+    opt = LocoProp(model, lr=1e-4, output_transfer="softmax")
+    for _ in range(2):
+        step(model, opt, batch(8, 4))
+    assert transfers_of(opt) == {"0": None, "2": None, "4": "softmax"}
+    model.requires_grad_(True)
+    for _ in range(3):
+        step(model, opt, batch(8, 4))
+    assert transfers_of(opt) == EXPECTED
+    assert [layer.is_output for layer in opt._layers] == [False, False, True]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks(reentrant: bool) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tanh_net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = checkpoint(self.net[:4], x, use_reentrant=reentrant)
+            return self.net[4](h)
+
+    model, plain = Checkpointed(), Checkpointed()
+    opt = LocoProp(model, lr=1e-2, gamma=1.0, output_transfer="softmax")
+    other = LocoProp(plain.net, lr=1e-2, gamma=1.0, output_transfer="softmax")
+    for _ in range(2):
+        step(model, opt, batch(8, 4).requires_grad_())
+        step(plain.net, other, batch(8, 4))
+    hidden = [layer.is_output for layer in opt._layers[:2]]
+    assert hidden == [False, False]
+    if reentrant:
+        assert "recomputed in the backward pass" in opt.summary()
+    else:
+        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one, two)
+
+
+@pytest.mark.parametrize("head", [lambda w: 2 * w, lambda w: F.normalize(w, dim=-1)])
+def test_a_head_with_a_computed_weight(head: Callable[[Tensor], Tensor]) -> None:
+    class Computed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+            self.weight = nn.Parameter(torch.randn(3, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.linear(self.one(x), head(self.weight))
+
+    model = Computed()
+    opt = LocoProp(model, output_transfer="softmax", fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    step(model, opt, batch(8, 4).float())
+    assert transfers_of(opt) == {"one": None}
+    assert not opt._layers[0].is_output
+
+
+def test_a_log_softmax_between_layers_is_not_softmax() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(-1), nn.Linear(4, 4))
+    opt = LocoProp(model)
+    step(model, opt, batch(8, 4).float())
+    assert transfers_of(opt) == {"0": None, "2": None}
+    assert "followed by LogSoftmax" in opt.summary()
+
+
+@pytest.mark.parametrize("how", ["replaced", "parametrized"])
+def test_parameters_that_are_no_longer_the_layers_own(how: str) -> None:
+    model = tanh_net()
+    opt = LocoProp(model, output_transfer="softmax")
+    if how == "replaced":
+        model[2].weight = nn.Parameter(torch.eye(4).double())
+    else:
+        nn.utils.parametrizations.weight_norm(model[2])
+    model(batch(8, 4)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"layer '2' are not those.*Make a new optimizer"):
+        opt.step()
+    assert "make a new optimizer" in opt.summary()

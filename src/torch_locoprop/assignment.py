@@ -34,6 +34,13 @@ def decide(
 
     A transfer that the user gave stays.
     """
+    if not all(call.traced for call in layer.calls):
+        if any(call.recomputed for call in layer.calls):
+            layer.decided = True
+            layer.note = (
+                layer.note or "recomputed in the backward pass, where its transfer is hidden"
+            )
+        return
     findings = layer.findings()
     layer.is_output = all(finding.is_output for finding in findings)
     layer.decided = True

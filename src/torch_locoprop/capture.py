@@ -39,6 +39,8 @@ class Capture:
         self._in_forward: list[tuple[ServedLayer | None, Mark, Tensor]] | None = None
         # Layers without a local problem are watched too: what feeds them is not the output.
         self._watched = {module for module in model.modules() if layer_kind(module)}
+        for module in (*self._watched, model):
+            _remove_inert(module)
         handles: list[Any] = [
             # First in line, so that other hooks see the tensor that is used.
             module.register_forward_hook(
@@ -49,6 +51,7 @@ class Capture:
         handles.append(model.register_forward_pre_hook(_Hook(self, "_before_model")))
         handles.append(model.register_forward_hook(_Hook(self, "_after_model")))
         self._handles = handles
+        self._cells: weakref.WeakSet[_Cell] = weakref.WeakSet()
         self._layer_of: dict[nn.Parameter, ServedLayer] = {}
         weakref.finalize(self, _remove, handles)
 
@@ -63,6 +66,8 @@ class Capture:
     def clear(self) -> None:
         for layer in self.layers.values():
             layer.clear()
+        for cell in self._cells:
+            cell.let_go()
 
     def trace_loss(self, loss: object) -> None:
         """Look for the output's transfer inside a loss returned by a closure."""
@@ -84,7 +89,12 @@ class Capture:
         mark = detection.mark_layer(node)
         if layer is not None and layer.trained:
             self._follow_gradients(layer)
-            node.register_prehook(self._recorder(layer, Call(x.detach(), mark)))
+            recomputed = torch._C._current_graph_task_id() != -1
+            traced = self.tracing and not recomputed
+            self.tracing |= not layer.decided  # a layer thawed since the last step
+            cell = _Cell(Call(x.detach(), mark, traced=traced, recomputed=recomputed))
+            self._cells.add(cell)
+            node.register_prehook(_recorder(self, layer, cell))
         if self._in_forward is not None and self._seed is not None:
             self._in_forward.append((layer, mark, plain))
         return None if plain is out else plain
@@ -98,25 +108,21 @@ class Capture:
                 handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
 
-    def _recorder(self, layer: ServedLayer, call: Call) -> Callable[[tuple[Tensor, ...]], None]:
-        sampled: list[Tensor] = []
-
-        def record(gradients: tuple[Tensor, ...]) -> None:
-            if gradients[0] is None:
-                return
-            g = gradients[0].detach()
-            if self._sampling:
-                sampled[:] = [g]
-                return
-            recorded = replace(
-                call,
-                g=g if "g" in layer.needs else None,
-                v=self._post_gradient(call.mark, g) if "v" in layer.needs else None,
-                sampled=sampled[0] if sampled else None,
-            )
-            layer.record(recorded, torch._C._current_graph_task_id())
-
-        return record
+    def _record(self, layer: ServedLayer, cell: _Cell, g: Tensor) -> None:
+        """A backward pass has reached a layer's matrix product with the gradient ``g``."""
+        if self._sampling:
+            cell.sampled = g
+            return
+        if cell.call is None:  # a second pass through a graph whose step was taken
+            return
+        cell.recorded = True
+        recorded = replace(
+            cell.call,
+            g=g if "g" in layer.needs else None,
+            v=self._post_gradient(cell.call.mark, g) if "v" in layer.needs else None,
+            sampled=cell.sampled,
+        )
+        layer.record(recorded, torch._C._current_graph_task_id())
 
     def _post_gradient(self, mark: Mark, g: Tensor) -> Tensor | None:
         """∂L/∂y that this pass left behind the call's transfer, in the shape of ∂L/∂a."""
@@ -173,6 +179,33 @@ class Capture:
             self._sampling = False
 
 
+class _Cell:
+    """What a node's hook holds of a call. It is emptied with the step, whoever keeps the graph."""
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        self.sampled: Tensor | None = None
+        self.recorded = False
+
+    def let_go(self) -> None:
+        if self.recorded:
+            self.call = self.sampled = None
+
+
+def _recorder(
+    capture: Capture, layer: ServedLayer, cell: _Cell
+) -> Callable[[tuple[Tensor, ...]], None]:
+    """A hook for the node of a layer's matrix product; it does not keep the capture alive."""
+    weak = weakref.ref(capture)
+
+    def record(gradients: tuple[Tensor, ...]) -> None:
+        alive = weak()
+        if alive is not None and gradients[0] is not None:
+            alive._record(layer, cell, gradients[0].detach())
+
+    return record
+
+
 class _Hook:
     """A method of a capture, weakly held: it keeps nothing alive and copies to one that is inert."""
 
@@ -184,8 +217,21 @@ class _Hook:
         capture = self._capture()
         return None if capture is None else getattr(capture, self._method)(*args)
 
+    @property
+    def inert(self) -> bool:
+        return self._capture() is None
+
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
+
+
+def _remove_inert(module: nn.Module) -> None:
+    """Copies and reloads of a model carry hooks that do nothing; they need not pile up."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key, hook in list(hooks.items()):
+            if isinstance(hook, _Hook) and hook.inert:
+                del hooks[key]
+                module._forward_hooks_with_kwargs.pop(key, None)
 
 
 def _remove(handles: list[Any]) -> None:

@@ -32,6 +32,8 @@ class Mark:
     consumers: list[Mark] = field(default_factory=list)
     width: int = 0  # the last dimension of its output
     has_parameters: bool = False
+    inside_loss: bool = False
+    is_layer: bool = False
     gradient: Tensor | None = None  # ∂L/∂(output of this node), recorded on request
 
 
@@ -45,7 +47,7 @@ class Finding:
 
     transfer: Transfer | None
     reason: str
-    is_output: bool  # nothing with parameters comes after it
+    is_output: bool  # its pre-activation or transfer is what the model ends in
     consumer: Mark | None = None
     inside_loss: bool = False  # the layer's own output is what the model returns
 
@@ -95,9 +97,14 @@ def matmul_node(node: Node) -> Node:
 
 
 def mark_layer(node: Node) -> Mark:
-    """Mark the node of a layer's pre-activation, where every search ends."""
-    mark = Mark("a layer's output")
-    _notes(node)[KEY] = mark
+    """Mark the node of a layer's pre-activation, where every search ends.
+
+    Two optimizers on one model share the mark.
+    """
+    mark = _notes(node).get(KEY)
+    if mark is None or not mark.is_layer:
+        mark = Mark("a layer's output", is_layer=True)
+        _notes(node)[KEY] = mark
     return mark
 
 
@@ -126,7 +133,7 @@ def resolve(mark: Mark, width: int) -> Finding:
         return Finding(None, "", is_output=True, inside_loss=True)
     if len(consumers) > 1:
         names = ", ".join(sorted(c.operation for c in consumers))
-        return Finding(None, f"its output feeds several operations ({names})", is_output)
+        return Finding(None, f"its output feeds several operations ({names})", is_output=False)
     consumer = consumers[0]
     if consumer is LAYER_INPUT:
         return Finding(transfers.Linear(), "", is_output)
@@ -135,8 +142,8 @@ def resolve(mark: Mark, width: int) -> Finding:
     ]:
         return Finding(transfers.SquaredReLU(), "", is_output, consumer.consumers[0])
     transfer = consumer.transfer
-    if transfer is None:
-        return Finding(None, consumer.operation, is_output)
+    if transfer is None or (consumer.inside_loss and not is_output):
+        return Finding(None, consumer.operation, is_output=False)
     if not transfer.elementwise and (width == 1 or consumer.width != width):
         return Finding(None, "its softmax is not over the layer's features", is_output)
     return Finding(transfer, "", is_output, consumer)
@@ -151,6 +158,7 @@ def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
         [consumer],
         width=shape[-1] if shape else 0,
         has_parameters=_has_parameters(node),
+        inside_loss=name in _INSIDE_LOSS,
     )
     _notes(node)[KEY] = mark
     if record_gradients and name not in _INSIDE_LOSS:

@@ -71,7 +71,8 @@ class LocoProp(torch.optim.Optimizer):
             :class:`~torch_locoprop.regularizers.Regularizer` of your own.
         maximize: maximize the loss; the fallback has an option of its own for that.
         transfers: the transfer behind a layer, by module name, where detection should not decide.
-        output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``.
+        output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
+            to every output layer; name the others of a model with several heads in ``transfers``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they
             get ``AdamW(lr=1e-3)`` and you get a warning. Its groups stand after the local ones in
@@ -253,7 +254,7 @@ class LocoProp(torch.optim.Optimizer):
         for module in self._unserved:
             trained = self._fallback is not None and not known.isdisjoint(module.parameters)
             rows.append(unserved_row(module, type(self._fallback).__name__ if trained else "–"))
-        counts = [sum(p.numel() for p in layer.tensors.values()) for layer in self._layers]
+        counts = [sum(p.numel() for p in layer.given) for layer in self._layers]
         total = sum(p.numel() for p in self._model.parameters())
         footer = f"{len(rows)} modules; {sum(counts):,} of {total:,} parameters in local problems"
         skipped = sum(self.skipped_updates.values())
@@ -396,6 +397,12 @@ class LocoProp(torch.optim.Optimizer):
             self._fallback.state = self.state
 
     def _check_captured(self) -> None:
+        for layer in self._layers:
+            if not layer.is_intact:
+                raise RuntimeError(
+                    f"The parameters of layer {layer.name!r} are not those this optimizer was made "
+                    "with: they were replaced or parametrized since. Make a new optimizer."
+                )
         if not any(
             layer.calls and p.grad is not None for layer in self._layers for p in layer.trained
         ):

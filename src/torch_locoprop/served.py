@@ -22,6 +22,8 @@ class Call:
     g: Tensor | None = None  # ∂L/∂a, where asked for
     v: Tensor | None = None  # ∂L/∂y, where asked for and the transfer is in the graph
     sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, where asked for
+    traced: bool = True  # the graph around the call was searched
+    recomputed: bool = False  # the call was made inside a backward pass
 
     def with_more(self, other: Call) -> Call:
         """The same call after another backward pass through it: gradients add up, rows do not."""
@@ -44,9 +46,9 @@ class ServedLayer:
     note: str = ""  # why there is no transfer
     is_output: bool = False
     skips: int | Tensor = 0  # local solutions that were not finite
-    _pending: list[Call] = field(default_factory=list)
-    _pass: int = -1  # the backward pass that the pending calls come from
-    _replaces: bool = False  # that pass found no gradient to add to
+    _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
+    _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
+    _versions: list[int] = field(default_factory=list)  # of the gradients after the last commit
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
@@ -72,11 +74,11 @@ class ServedLayer:
 
     def record(self, call: Call, backward_pass: int) -> None:
         """Note a call that a backward pass went through; it counts once gradients accumulate."""
-        if backward_pass != self._pass:
-            self._pending.clear()
-            self._pass = backward_pass
-            self._replaces = all(p.grad is None for p in self.trained)
-        self._pending.append(call)
+        if backward_pass not in self._pending:
+            self._pending[backward_pass] = []
+            if self._starts_afresh():
+                self._replacing.add(backward_pass)
+        self._pending[backward_pass].append(call)
 
     def commit(self, backward_pass: int) -> None:
         """The pass added to a parameter's gradient: its calls are part of the next problem.
@@ -84,18 +86,31 @@ class ServedLayer:
         A pass that only asks for other gradients (``autograd.grad`` for a penalty) never gets here,
         and one that starts from no gradient replaces what was recorded before.
         """
-        if backward_pass != self._pass or not self._pending:
-            return
-        if self._replaces:
+        if backward_pass in self._replacing:
+            self._replacing.clear()
             self.calls.clear()
-            self._replaces = False
-        for call in self._pending:
+        for call in self._pending.pop(backward_pass, ()):
             known = [i for i, own in enumerate(self.calls) if own.mark is call.mark]
             if known:
                 self.calls[known[0]] = self.calls[known[0]].with_more(call)
             else:
                 self.calls.append(call)
-        self._pending.clear()
+        self._versions = [p.grad._version for p in self.trained if p.grad is not None]
+
+    def _starts_afresh(self) -> bool:
+        """Whether gradients are None, or were set to zero since the last pass."""
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        if not gradients or not self.calls:
+            return True
+        if [g._version for g in gradients] == self._versions:
+            return False
+        return not any(bool(g.any()) for g in gradients)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the module still has the parameters the optimizer was given."""
+        now = list(self.tensors.values())
+        return "weight" in self.tensors and all(any(p is q for q in now) for p in self.given)
 
     def count_skip(self, skipped: Tensor) -> None:
         """Add one where the solution was not finite; on the device, without a look from the host."""
@@ -106,6 +121,7 @@ class ServedLayer:
     def clear(self) -> None:
         self.calls.clear()
         self._pending.clear()
+        self._replacing.clear()
 
     @property
     def has_rows(self) -> bool:

@@ -16,6 +16,9 @@ HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 
 def layer_row(layer: ServedLayer, asked_for: Variant) -> tuple[str, ...]:
     """A layer with a local problem."""
+    if not layer.is_intact:
+        note = "its parameters were replaced: make a new optimizer"
+        return layer.name, layer.kind.kind, "–", "–", "–", note
     variant, note = effective_variant(asked_for, layer)
     transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
     if not layer.decided and not layer.explicit:

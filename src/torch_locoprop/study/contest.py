@@ -33,16 +33,11 @@ class Method:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The keyword arguments of `LocoProp`."""
+        """What `train` takes: the optimizer's name and its keyword arguments."""
         return self.kind | self.tuned
 
 
-LOCAL = {"local_steps": 10, "solver": "rmsprop"}
-
-# One iteration on the local problem is BackProp, whatever the variant: with gamma = 1 the solver
-# sees the gradient of the loss itself. So these are RMSProp and Adam as TensorFlow defines them,
-# which is what the paper compares with.
-BACKPROP = {"variant": "locoprop-s", "local_steps": 1, "gamma": 1.0}
+LOCAL = {"optimizer": "locoprop", "local_steps": 10, "solver": "rmsprop"}
 
 # Found by `python benchmarks/tune_demo.py`: 24 random trials each, the lowest final train loss wins.
 METHODS = (
@@ -61,13 +56,13 @@ METHODS = (
     Method(
         "RMSProp",
         "#c8401a",
-        BACKPROP | {"solver": "rmsprop"},
+        {"optimizer": "rmsprop"},
         {"lr": 0.00327, "momentum": 0.83, "decay": 0.806, "eps": 1.63e-06},
     ),
     Method(
         "Adam",
         "#eaa221",
-        BACKPROP | {"solver": "adam"},
+        {"optimizer": "adam"},
         {"lr": 0.0066, "momentum": 0.723, "decay": 0.898, "eps": 3.24e-06},
     ),
 )

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from torch_locoprop import LocoProp
+from torch_locoprop.baselines import Adam, RMSProp
 from torch_locoprop.study.autoencoder import deep_autoencoder, reconstruction_loss
 from torch_locoprop.study.schedule import warmup_then_decay
 
@@ -62,12 +64,20 @@ class Run:
         return not math.isfinite(self.train_loss[-1])
 
 
+def make_optimizer(model: nn.Module, optimizer: str, **settings: Any) -> Optimizer:
+    """Return LocoProp or, as TensorFlow defines them and the paper compares with, RMSProp or Adam."""
+    if optimizer == "locoprop":
+        return LocoProp(model, output_transfer="sigmoid", weight_decay=WEIGHT_DECAY, **settings)
+    kind = {"rmsprop": RMSProp, "adam": Adam}[optimizer]
+    return kind(model.parameters(), weight_decay=WEIGHT_DECAY, **settings)
+
+
 def train(
     task: Task, settings: Mapping[str, Any], on_epoch: Callable[[Run], None] = lambda run: None
 ) -> tuple[nn.Sequential, Run]:
-    """Train with `LocoProp(model, **settings)` until the end, or until the loss is not finite."""
+    """Train until the end, or until the loss is not finite; `settings` as for `make_optimizer`."""
     model = task.model()
-    optimizer = LocoProp(model, output_transfer="sigmoid", weight_decay=WEIGHT_DECAY, **settings)
+    optimizer = make_optimizer(model, **settings)
     warmup_steps = min(math.ceil(WARMUP * task.total_steps), task.total_steps - 1)
     schedule = LambdaLR(
         optimizer, warmup_then_decay(warmup_steps=warmup_steps, total_steps=task.total_steps)
