@@ -1,0 +1,93 @@
+"""What makes a run the run it is: the task, the method with all its settings, and the seed.
+
+Two runs with equal configurations, on equal data and the same machine, end in the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch_locoprop.settings import check_number, unknown
+from torch_locoprop.study import methods, models, schedules
+
+PRECISIONS = ("fp32", "tf32")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The paper's protocol, unless told otherwise.
+
+    Args:
+        method: a name of :mod:`~torch_locoprop.study.methods`.
+        settings: the method's, where they are not its defaults; here all of them end up.
+        dataset: a name of :mod:`~torch_locoprop.study.datasets`, or of data of your own.
+        model: ``standard``, ``deep``, ``wide``, or widths from the input to the code: ``784-64-16``.
+        transfer: what stands between the layers: ``tanh``, ``relu``, ...
+        epochs: passes over the images.
+        batch_size: images in a step.
+        warmup_epochs: epochs in which the learning rate rises; at most half of all are taken.
+        weight_decay: decoupled, of weights, the same for every method.
+        seed: of the weights and of the order of the images.
+        schedule: ``paper``, constant within an epoch; ``linear``, a line through all steps.
+        precision: of matrix products: ``fp32``, or ``tf32`` on a GPU.
+        device: ``cpu`` or ``cuda``; CUDA_VISIBLE_DEVICES tells which GPU.
+    """
+
+    method: str = "locoprop-m"
+    settings: dict[str, Any] = field(default_factory=dict)
+    dataset: str = "curves"
+    model: str = "standard"
+    transfer: str = "tanh"
+    epochs: int = 100
+    batch_size: int = 1000
+    warmup_epochs: int = 5
+    weight_decay: float = 1e-5
+    seed: int = 0
+    schedule: str = "paper"
+    precision: str = "fp32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        method = methods.get(self.method)
+        settings, transfer = method.resolve(self.settings), models.transfer_between(self.transfer)
+        canonical = {"method": method.name, "settings": settings, "transfer": transfer.name}
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        models.sizes_of(self.model)
+        for name, least in (("epochs", 1), ("batch_size", 1), ("warmup_epochs", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")
+        check_number("weight_decay", self.weight_decay, 0.0, True, float("inf"))
+        choices = {"schedule": schedules.NAMES, "precision": PRECISIONS, "device": DEVICES}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(unknown(name, getattr(self, name), known))
+        if self.precision == "tf32" and self.device != "cuda":
+            raise ValueError(
+                "precision='tf32' is for GPUs. Use device='cuda', or precision='fp32'."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON knows them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with these fields, and the defaults for the others."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(unknown("field of a configuration", name, known))
+        return cls(**values)
+
+    def name(self, fingerprint: str) -> str:
+        """Return a short name for the run on the data with this fingerprint; no other run has it."""
+        whole = json.dumps({**self.to_dict(), "data": fingerprint}, sort_keys=True)
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        return f"{self.dataset}-{self.model}-{self.method}-{digest}"

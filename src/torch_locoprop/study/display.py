@@ -1,0 +1,96 @@
+"""What a run looks like while it goes on, and tables of what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from torch_locoprop.study.datasets import Status
+from torch_locoprop.study.run_folder import Metrics
+from torch_locoprop.study.runner import RunResult
+
+Watch = Callable[[Metrics], None]
+
+
+@contextmanager
+def watching(console: Console, name: str, epochs: int, *, quiet: bool) -> Iterator[Watch]:
+    """Give what shows each epoch as it ends: a bar on a terminal, lines elsewhere, or nothing."""
+    if quiet:
+        yield lambda row: None
+    elif console.is_terminal:
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[losses]}"),
+            TimeElapsedColumn(),
+        )
+        with Progress(*columns, console=console) as progress:
+            bar = progress.add_task(name, total=epochs, losses="")
+            yield lambda row: progress.update(bar, completed=row.epoch, losses=_losses(row))
+    else:
+        yield lambda row: console.print(
+            f"{name}  epoch {row.epoch}/{epochs}  {_losses(row)}  {row.seconds:.1f} s",
+            soft_wrap=True,
+        )
+
+
+def _losses(row: Metrics) -> str:
+    return f"train {row.train_loss:.2f}  test {row.test_loss:.2f}"
+
+
+def outcome(result: RunResult) -> str:
+    """Return one sentence on a run that has ended."""
+    last = result.metrics[-1]
+    if last.diverged:
+        return f"{result.config.method} diverged in epoch {last.epoch}: {result.folder}"
+    return (
+        f"{result.config.method}: train loss {last.train_loss:.3f}, test loss {last.test_loss:.3f} "
+        f"after {last.epoch} epochs in {last.seconds:.1f} s of training: {result.folder}"
+    )
+
+
+def ranked(results: Sequence[RunResult]) -> list[RunResult]:
+    """Return the runs by their last train loss, the lowest first, those that diverged last."""
+    return sorted(results, key=lambda r: (r.diverged, r.metrics[-1].train_loss))
+
+
+def ranking(results: Sequence[RunResult]) -> Table:
+    """Return the table of runs in their order."""
+    table = Table("", "method")
+    for heading in ("train loss", "test loss", "seconds", "memory MiB", "epochs"):
+        table.add_column(heading, justify="right")
+    table.add_column("settings from")
+    for place, result in enumerate(results, 1):
+        last = result.metrics[-1]
+        losses = (f"{last.train_loss:.3f}", f"{last.test_loss:.3f}")
+        table.add_row(
+            str(place),
+            result.config.method,
+            *(("diverged", "") if last.diverged else losses),
+            f"{last.seconds:.1f}",
+            f"{last.memory_mib:.0f}",
+            str(last.epoch),
+            result.origin,
+        )
+    return table
+
+
+def availability(statuses: Sequence[Status]) -> Table:
+    """Return the table of data sets."""
+    table = Table("data set", "ready", "where")
+    for status in statuses:
+        table.add_row(status.name, "yes" if status.ready else "no", status.detail)
+    return table

@@ -1,0 +1,34 @@
+"""What is measured of the machine, on a GPU and off it."""
+
+import sys
+
+import pytest
+import torch
+
+from torch_locoprop.study import machine
+
+GPU = torch.device("cuda")
+
+
+def test_the_memory_of_a_gpu_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: calls.append("reset"))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * 2**20)
+    machine.forget_peak(GPU)
+    assert calls == ["reset"]
+    assert machine.memory_mib(GPU) == 3
+
+
+def test_the_memory_of_a_cpu_is_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert 10 < machine.memory_mib(torch.device("cpu")) < 1e6
+    monkeypatch.setattr(sys, "platform", "win32")
+    assert machine.memory_mib(torch.device("cpu")) == 0
+
+
+def test_the_precision_is_set_and_set_back() -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    with machine.matmul_precision("tf32"):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        with machine.matmul_precision("fp32"):
+            assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert torch.backends.cuda.matmul.fp32_precision == before

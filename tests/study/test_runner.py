@@ -1,0 +1,371 @@
+"""A run is a folder: what is in it, that it repeats and resumes bit for bit, and what it refuses."""
+
+import errno
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_locoprop import LocoProp
+from torch_locoprop.study import methods, models, run_folder, runner, schedules
+from torch_locoprop.study.autoencoder import reconstruction_loss
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.run_folder import Checkpoint, Metrics, RunError, RunFolder
+from torch_locoprop.study.runner import result_of, run
+
+DATA = tiny.data()
+
+
+def losses(folder: Path) -> list[tuple[float, float]]:
+    return [(row.train_loss, row.test_loss) for row in result_of(folder).metrics]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RunFolder(folder).trained_model().state_dict()
+
+
+def check_same_bits(one: Path, other: Path) -> None:
+    assert losses(one) == losses(other)
+    for name, value in weights(one).items():
+        assert torch.equal(value, weights(other)[name]), name
+
+
+class StopError(Exception):
+    pass
+
+
+def stopping_after(epoch: int, kind: type[BaseException] = StopError) -> Callable[[Metrics], None]:
+    def on_epoch(row: Metrics) -> None:
+        if row.epoch == epoch:
+            raise kind
+
+    return on_epoch
+
+
+# Schedules ------------------------------------------------------------------------------------
+
+
+def test_the_papers_schedule() -> None:
+    factor = schedules.paper(epochs=100, warmup_epochs=5)
+    assert [factor(e) for e in range(5)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8])
+    assert factor(5) == pytest.approx(1 - 1 / 95)
+    assert factor(50) == pytest.approx(1 - 46 / 95)
+    assert factor(98) == pytest.approx(1 / 95)
+    assert factor(99) == pytest.approx(0.5 / 95)
+
+
+@given(st.sampled_from(schedules.NAMES), st.integers(1, 40), st.integers(0, 10), st.integers(1, 7))
+def test_a_schedule_never_ends_at_zero(name: str, epochs: int, warmup: int, steps: int) -> None:
+    rate = schedules.rate(name, epochs=epochs, warmup_epochs=warmup, steps=steps)
+    factors = [rate(epoch, step) for epoch in range(epochs) for step in range(steps)]
+    zeros = [index for index, factor in enumerate(factors) if factor == 0]
+    assert zeros == (list(range(steps)) if name == "paper" and min(warmup, epochs // 2) else [])
+    assert 0 < factors[-1] <= 1 == max([*factors, 1])
+
+
+# Configurations -------------------------------------------------------------------------------
+
+
+def test_a_configuration_has_all_settings_and_goes_through_json() -> None:
+    config = tiny.config("kfac@05", settings={"lr": 1}, transfer="ReLU")
+    assert config.method == "kfac@5"
+    assert config.transfer == "relu"
+    assert config.settings == {**methods.get("kfac@5").settings, "lr": 1.0}
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_equal_runs_have_equal_names_and_others_do_not() -> None:
+    config = tiny.config("adam")
+    assert config.name("data").startswith("curves-12-8-3-adam-")
+    assert config.name("data") == tiny.config("adam", settings={"lr": 2.2e-3}).name("data")
+    others = [
+        config.name("other data"),
+        replace(config, seed=1).name("data"),
+        tiny.config("adam", settings={"lr": 1e-3}).name("data"),
+    ]
+    assert len({config.name("data"), *others}) == 4
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"epochs": 0}, "Invalid epochs=0. Must be an integer >= 1"),
+        ({"batch_size": 2.5}, "Invalid batch_size=2.5"),
+        ({"seed": True}, "Invalid seed=True"),
+        ({"weight_decay": -1}, "Invalid weight_decay=-1"),
+        ({"schedule": "papr"}, "Unknown schedule 'papr'. Did you mean 'paper'"),
+        ({"precision": "fp8"}, "Unknown precision"),
+        ({"precision": "tf32"}, "for GPUs"),
+        ({"device": "tpu"}, "Unknown device"),
+        ({"model": "12"}, "Invalid model='12'"),
+        ({"transfer": "softmax"}, "ties the units"),
+        ({"method": "nothing"}, "Unknown method"),
+        ({"epoch": 3}, "Did you mean 'epochs'"),
+    ],
+)
+def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RunConfig.from_dict(values)
+
+
+# Runs -----------------------------------------------------------------------------------------
+
+
+def test_a_run_is_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    seen: list[Metrics] = []
+    result = run(tiny.config(), folder, data=DATA, on_epoch=seen.append)
+    files = {path.name for path in folder.iterdir()}
+    assert files == {"config.json", "metrics.jsonl", "checkpoint.pt", "lock"}
+    description = json.loads((folder / "config.json").read_text())
+    assert description["config"] == result.config.to_dict()
+    assert description["data"] == DATA.metadata
+    assert description["environment"]["torch"] == torch.__version__
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == [0, 1, 2, 3, 4]
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert all(row["memory_mib"] > 1 for row in rows)
+    assert tuple(seen) == result.metrics == result_of(folder).metrics
+    assert result.finished
+    assert not result.diverged
+    assert result.origin == "reference"
+    assert result.to_dict()["epoch"] == 4
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_run_is_the_plain_loop(tmp_path: Path) -> None:
+    """Every epoch's losses, from a loop written out with the schedule's formula."""
+    config = tiny.config(settings={"lr": 1e-3}, warmup_epochs=2, seed=5)
+    run(config, tmp_path, data=DATA)
+    model = models.build("12-8-3", seed=5)
+    optimizer = LocoProp(model, lr=1e-3, output_transfer="sigmoid", weight_decay=1e-5)
+    expected = [(float("nan"), 0.0), (0.0, 0), (0.5, 1), (0.5, 2), (0.25, 3)]
+    for row, (rate, epoch) in zip(losses(tmp_path), expected, strict=True):
+        if not math.isnan(rate):
+            optimizer.param_groups[0]["lr"] = 1e-3 * rate
+            order = torch.randperm(
+                40, generator=torch.Generator().manual_seed(runner._seed(5, int(epoch)))
+            )
+            for rows in order.split(15):
+                x = DATA.train[rows]
+                reconstruction_loss(model(x), x).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        with torch.no_grad():
+            train, test = (reconstruction_loss(model(x), x).item() for x in (DATA.train, DATA.test))
+        assert row == pytest.approx((train, test), rel=1e-6)
+
+
+def test_a_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        run(tiny.config(seed=seed), tmp_path / name, data=DATA)
+    check_same_bits(tmp_path / "one", tmp_path / "again")
+    assert losses(tmp_path / "one") != losses(tmp_path / "other")
+    assert runner._seed(0, 1) != runner._seed(1, 0)
+
+
+@pytest.mark.parametrize("name", methods.names())
+def test_every_method_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
+    if name in ("soap", "psgd"):
+        pytest.importorskip("pytorch_optimizer")
+        pytest.importorskip("opt_einsum")
+    config = tiny.config(name, schedule="linear", warmup_epochs=1)
+    run(config, tmp_path / "whole", data=DATA)
+    for epoch in (0, 1, 3):
+        with pytest.raises(StopError):
+            run(
+                config,
+                tmp_path / "parts",
+                resume=epoch > 0,
+                data=DATA,
+                on_epoch=stopping_after(epoch),
+                checkpoint_seconds=0.0,
+            )
+    run(config, tmp_path / "parts", resume=True, data=DATA)
+    check_same_bits(tmp_path / "whole", tmp_path / "parts")
+
+
+@pytest.mark.usefixtures("_random_method")
+def test_methods_that_draw_random_numbers_resume_too(tmp_path: Path) -> None:
+    numpy_state, torch_state = np.random.get_state()[1].copy(), torch.get_rng_state()
+    config = tiny.config("noisy")
+    run(config, tmp_path / "whole", data=DATA)
+    with pytest.raises(StopError):
+        run(
+            config,
+            tmp_path / "parts",
+            data=DATA,
+            on_epoch=stopping_after(2),
+            checkpoint_seconds=0.0,
+        )
+    run(config, tmp_path / "parts", resume=True, data=DATA)
+    check_same_bits(tmp_path / "whole", tmp_path / "parts")
+    assert np.array_equal(np.random.get_state()[1], numpy_state), "the caller's are left alone"
+    assert torch.equal(torch.get_rng_state(), torch_state)
+
+
+@pytest.fixture
+def _random_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noisy(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad += torch.randn_like(parameter) * np.random.random()
+            super().step()
+
+    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
+    methods.register(
+        methods.Method("noisy", lambda m, s: Noisy(m.parameters(), **s), {"lr": 1e-3}, "untuned")
+    )
+
+
+def test_checkpoints_are_apart_but_metrics_are_not(tmp_path: Path) -> None:
+    """A resumed run drops the lines after its checkpoint: none is doubled and none is missing."""
+    config = tiny.config()
+    with pytest.raises(StopError):
+        run(config, tmp_path, data=DATA, on_epoch=stopping_after(3))
+    assert len(result_of(tmp_path).metrics) == 4
+    checkpoint = RunFolder(tmp_path).checkpoint()
+    assert checkpoint is not None
+    assert len(checkpoint.metrics) == 1
+    with pytest.raises(KeyboardInterrupt):
+        run(
+            config,
+            tmp_path,
+            resume=True,
+            data=DATA,
+            on_epoch=stopping_after(1, KeyboardInterrupt),
+        )
+    assert len(result_of(tmp_path).metrics) == 2
+    result = run(config, tmp_path, resume=True, data=DATA)
+    assert [row.epoch for row in result.metrics] == [0, 1, 2, 3, 4]
+    assert result.metrics == result_of(tmp_path).metrics
+
+
+def test_a_finished_run_is_returned_as_it_is(tmp_path: Path) -> None:
+    first = run(tiny.config(), tmp_path, data=DATA)
+    stamp = (tmp_path / "checkpoint.pt").stat().st_mtime_ns
+    again = run(tiny.config(), tmp_path, data=DATA, resume=True, on_epoch=stopping_after(0))
+    assert again == first
+    assert (tmp_path / "checkpoint.pt").stat().st_mtime_ns == stamp
+
+
+@pytest.mark.parametrize("lr", [1e6, 1e38])
+def test_a_diverged_run_ends_early_and_says_so(lr: float, tmp_path: Path) -> None:
+    config = tiny.config("sgd", settings={"lr": lr}, warmup_epochs=0, epochs=50)
+    result = run(config, tmp_path, data=DATA)
+    assert result.diverged
+    assert result.finished
+    assert len(result.metrics) < 50
+    last = json.loads(
+        (tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=None
+    )
+    assert last["diverged"] is True
+    assert run(config, tmp_path, data=DATA, resume=True).diverged
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json() -> None:
+    row = Metrics(1, math.inf, math.nan, 0.0, 0.0, True)
+    assert row.to_dict()["train_loss"] is row.to_dict()["test_loss"] is None
+    assert math.isnan(Metrics.from_dict(row.to_dict()).train_loss)
+
+
+def test_the_data_set_is_loaded_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner.datasets, "load", lambda name: replace_name(DATA, name))
+    result = run(tiny.config(dataset="mnist", epochs=1), tmp_path)
+    assert RunFolder(tmp_path).description()["data"]["name"] == "mnist"
+    assert result.finished
+
+
+def replace_name(data: Dataset, name: str) -> Dataset:
+    return Dataset(name, data.train, data.test, data.source)
+
+
+# What is refused ------------------------------------------------------------------------------
+
+
+def test_another_run_in_the_folder_is_refused_by_its_differences(tmp_path: Path) -> None:
+    run(tiny.config(epochs=1), tmp_path, data=DATA)
+    with pytest.raises(RunError, match=r"has a run already.*--resume.*--out"):
+        run(tiny.config(epochs=1), tmp_path, data=DATA)
+    with pytest.raises(
+        RunError, match=r"epochs is 1 there and 2 here, lr is 1e-05 there and 0\.1 here"
+    ):
+        run(tiny.config(epochs=2, settings={"lr": 0.1}), tmp_path, data=DATA, resume=True)
+    other = Dataset("curves", DATA.train, DATA.test, "genuine")
+    with pytest.raises(RunError, match="data source is 'made for tests' there and 'genuine' here"):
+        run(tiny.config(epochs=1), tmp_path, data=other, resume=True)
+
+
+def test_two_processes_do_not_share_a_folder(tmp_path: Path) -> None:
+    with RunFolder(tmp_path).locked(), pytest.raises(RunError, match="Another process"):
+        run(tiny.config(), tmp_path, data=DATA)
+
+
+@pytest.mark.parametrize(
+    ("config", "data", "message"),
+    [
+        (tiny.config(model="13-8-3"), DATA, "first width must be 12, the number of pixels"),
+        (tiny.config(dataset="mnist"), DATA, "configuration is for mnist, and the data is curves"),
+        (tiny.config("muon", settings={"momentum": 3.0}), DATA, "Invalid momentum=3"),
+    ],
+)
+def test_nothing_is_written_for_a_run_that_cannot_be(
+    config: RunConfig, data: Dataset, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run(config, tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no GPU here"):
+        run(tiny.config(device="cuda"), tmp_path, data=DATA)
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(StopError):
+        run(tiny.config(), tmp_path, data=DATA, on_epoch=stopping_after(1))
+    checkpoint = tmp_path / "checkpoint.pt"
+    for content in (b"", b"nonsense", checkpoint.read_bytes()[:-100]):
+        checkpoint.write_bytes(content)
+        with pytest.raises(RunError, match=r"checkpoint\.pt cannot be read"):
+            run(tiny.config(), tmp_path, data=DATA, resume=True)
+    for text in ("{", "[]", "{}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(RunError, match=r"config\.json is not the description of a run"):
+            run(tiny.config(), tmp_path, data=DATA, resume=True)
+
+
+def test_no_checkpoint_no_model(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path).metrics() == ()
+    with pytest.raises(RunError, match="no checkpoint yet"):
+        RunFolder(tmp_path).trained_model()
+
+
+def test_a_failed_write_leaves_the_old_file_and_names_the_new(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, row = RunFolder(tmp_path), Metrics(0, 1.0, 1.0, 0.0, 0.0, False)
+    files.write_checkpoint(Checkpoint({}, {}, (row,)))
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(run_folder.os, "fsync", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*checkpoint\.pt") as caught:
+        files.write_checkpoint(Checkpoint({}, {}, (row, row)))
+    assert caught.value.errno == errno.ENOSPC
+    checkpoint = files.checkpoint()
+    assert checkpoint is not None
+    assert checkpoint.metrics == (row,)

@@ -1,0 +1,18 @@
+"""A task of a second: few small images and a small model, the same at every call."""
+
+from typing import Any
+
+import torch
+
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.datasets import Dataset
+
+
+def data(images: int = 40, pixels: int = 12) -> Dataset:
+    numbers = torch.Generator().manual_seed(7)
+    draw = torch.rand(images + 10, pixels, generator=numbers)
+    return Dataset("curves", draw[:images], draw[images:], "made for tests")
+
+
+def config(method: str = "locoprop-m", **values: Any) -> RunConfig:
+    return RunConfig(method, **{"model": "12-8-3", "batch_size": 15, "epochs": 4, **values})
