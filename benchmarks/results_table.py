@@ -1,6 +1,6 @@
 """Print a table of the runs under a folder of results, as Markdown.
 
-    python benchmarks/results_table.py results/mnist-tanh-standard
+python benchmarks/results_table.py results/mnist-tanh-standard
 """
 
 import sys

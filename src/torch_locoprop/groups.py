@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_locoprop.fisher import PREDICTIVE
@@ -16,7 +15,6 @@ from torch_locoprop.solvers import Numbers
 from torch_locoprop.transfers import Transfer
 
 Group = dict[str, Any]
-FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 _BOOKKEEPING = ("params", "initial_lr", "fallback", "steps")
 
@@ -105,26 +103,3 @@ def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
         return parameter.detach()
     start: Tensor = parameter * (1 - group["lr"] * group["weight_decay"])
     return start
-
-
-def make_fallback(
-    factory: FallbackFactory | None, params: list[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """The optimizer of parameters with no local problem: the user's, or AdamW and a warning."""
-    if factory is None:
-        warnings.warn(
-            f"{len(params)} parameters have no local problem and get AdamW(lr=1e-3). Choose for "
-            "yourself with fallback=; print(opt.summary()) names them.",
-            stacklevel=4,
-        )
-        return torch.optim.AdamW(params, lr=1e-3)
-    fallback = factory(params)
-    if isinstance(fallback, torch.optim.LBFGS):
-        raise TypeError("LBFGS needs a closure of its own and cannot be the fallback.")
-    if not isinstance(fallback, torch.optim.Optimizer):
-        raise TypeError(
-            f"fallback= must return a torch.optim.Optimizer, not {type(fallback).__name__}."
-        )
-    if {p for group in fallback.param_groups for p in group["params"]} != set(params):
-        raise ValueError("fallback= must make an optimizer of exactly the parameters it is given.")
-    return fallback

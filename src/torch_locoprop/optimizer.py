@@ -21,12 +21,11 @@ from torch_locoprop.assembly import (
 )
 from torch_locoprop.assignment import decide, effective_variant, give_transfers
 from torch_locoprop.capture import Capture
+from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
 from torch_locoprop.groups import (
-    FallbackFactory,
     Group,
     check_agreement,
     checked_group,
-    make_fallback,
     numbers,
     restricted,
     warn_of_ignored,
@@ -45,7 +44,7 @@ Tensors = dict[str, Tensor]
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
 
 
-class LocoProp(torch.optim.Optimizer):
+class LocoProp(WithFallback):
     """Trains each layer by its own local problem, and everything else by ``fallback``.
 
     The loop is the ordinary one: ``loss.backward(); opt.step(); opt.zero_grad()``. One local step
@@ -115,7 +114,7 @@ class LocoProp(torch.optim.Optimizer):
         self._output_transfer = None if output_transfer is None else get(output_transfer)
         self._loss_transfer = None if loss_fn is None else detection.transfer_inside(loss_fn)
         self._loss_sums = getattr(loss_fn, "reduction", "mean") == "sum"
-        self._fallback: torch.optim.Optimizer | None = None
+        self._fallback = None
         self._fallback_factory = fallback
         self._warned: set[str] = set()
         self._fisher_missing = False
@@ -149,7 +148,8 @@ class LocoProp(torch.optim.Optimizer):
         warn_of_ignored(groups, checked, local)
         super().__init__(restricted(checked, local), defaults)
         self._attach()
-        self._add_to_fallback([p for group in checked for p in group["params"] if p not in local])
+        rest = [p for group in checked for p in group["params"] if p not in local]
+        self._add_to_fallback(rest, fallback)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -297,7 +297,8 @@ class LocoProp(torch.optim.Optimizer):
         for part in restricted([group], local):
             super().add_param_group(part)
         self._attach()
-        self._add_to_fallback([p for p in group["params"] if p not in local])
+        rest = [p for p in group["params"] if p not in local]
+        self._add_to_fallback(rest, self._fallback_factory)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for group in state_dict["param_groups"]:
@@ -366,35 +367,12 @@ class LocoProp(torch.optim.Optimizer):
         self._capture.tracing = any(not layer.decided or layer.needs for layer in active)
         self._capture.record_post_gradients = any("v" in layer.needs for layer in active)
 
-    def _local_groups(self) -> list[Group]:
-        return [group for group in self.param_groups if not group["fallback"]]
-
     def _group_of(self) -> dict[nn.Parameter, Group]:
         return {p: group for group in self._local_groups() for p in group["params"]}
 
     def _checked(self, group: Mapping[str, Any]) -> Group:
         output = self._output_transfer or self._loss_transfer
         return checked_group(group, self._model, self._components, output)
-
-    def _add_to_fallback(self, params: list[nn.Parameter]) -> None:
-        if not params:
-            return
-        if self._fallback is not None:
-            self._fallback.add_param_group({"params": params})
-        else:
-            self._fallback = make_fallback(self._fallback_factory, params)
-            self.state.update(self._fallback.state)
-        for group in self._fallback.param_groups:
-            if not any(group is own for own in self.param_groups):
-                group["fallback"] = True
-                self.param_groups.append(group)
-        self._link_fallback()
-
-    def _link_fallback(self) -> None:
-        """The fallback works on our groups and states, so schedulers and state dicts see all."""
-        if self._fallback is not None:
-            self._fallback.param_groups = [g for g in self.param_groups if g["fallback"]]
-            self._fallback.state = self.state
 
     def _check_captured(self) -> None:
         for layer in self._layers:
@@ -403,14 +381,7 @@ class LocoProp(torch.optim.Optimizer):
                     f"The parameters of layer {layer.name!r} are not those this optimizer was made "
                     "with: they were replaced or parametrized since. Make a new optimizer."
                 )
-        if not any(
-            layer.calls and p.grad is not None for layer in self._layers for p in layer.trained
-        ):
-            raise RuntimeError(
-                "No layer recorded a backward pass since the last step, so there is nothing to "
-                "solve. Call loss.backward() before step() and zero_grad() after it, and compute "
-                "the loss with the model this optimizer was made for, with gradients enabled."
-            )
+        check_recorded(self._layers)
 
     def _report_skips(self) -> None:
         """Warn of skipped updates once; on an accelerator, look only now and then."""

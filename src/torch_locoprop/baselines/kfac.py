@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch_locoprop import detection, transfers
 from torch_locoprop.baselines.base import Tensors, check_settings
 from torch_locoprop.capture import Capture
+from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
 from torch_locoprop.fisher import PREDICTIVE, cholesky, running_average, second_moment
-from torch_locoprop.groups import FallbackFactory, Group, decayed, make_fallback
+from torch_locoprop.groups import Group, decayed
 from torch_locoprop.joint import join, split
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.summary import table, unserved_row
@@ -29,7 +30,7 @@ from torch_locoprop.transfers import Transfer
 _EARLY = 20
 
 
-class KFAC(torch.optim.Optimizer):
+class KFAC(WithFallback):
     """Natural-gradient steps for every linear layer, and ``fallback`` for everything else.
 
     The loss should be the mean over rows of the negative log-likelihood that ``output_transfer``
@@ -77,7 +78,7 @@ class KFAC(torch.optim.Optimizer):
             )
         self._model = model
         self._output_transfer = _predictive(output_transfer, loss_fn)
-        self._fallback: torch.optim.Optimizer | None = None
+        self._fallback = None
         self._attach()
         defaults = {
             "lr": lr,
@@ -93,7 +94,8 @@ class KFAC(torch.optim.Optimizer):
         given = {name: value for name, value in defaults.items() if (name, value) != ("clip", None)}
         check_settings(given, positive=("damping", "clip"))
         super().__init__([p for layer in self._layers for p in layer.given], defaults)
-        self._add_fallback(fallback)
+        served = set(self.param_groups[0]["params"])
+        self._add_to_fallback([p for p in model.parameters() if p not in served], fallback)
         self._capture.draw_labels(0)
 
     @overload
@@ -109,7 +111,7 @@ class KFAC(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_captured()
+        check_recorded(self._layers)
         group = self.param_groups[0]
         layers = [layer for layer in self._layers if layer.with_gradient]
         gradients = [join(_gradients(layer)) for layer in layers]
@@ -215,31 +217,6 @@ class KFAC(torch.optim.Optimizer):
         for layer in self._layers:
             layer.needs = frozenset({"fisher"})
         self._capture = Capture(self._model, self._layers, self._output_transfer)
-
-    def _add_fallback(self, factory: FallbackFactory | None) -> None:
-        served = set(self.param_groups[0]["params"])
-        params = [p for p in self._model.parameters() if p not in served]
-        if params:
-            self._fallback = make_fallback(factory, params)
-            self.state.update(self._fallback.state)
-            for group in self._fallback.param_groups:
-                group["fallback"] = True
-                self.param_groups.append(group)
-            self._link_fallback()
-
-    def _link_fallback(self) -> None:
-        """The fallback works on our groups and states, so schedulers and state dicts see all."""
-        if self._fallback is not None:
-            self._fallback.param_groups = [g for g in self.param_groups if g["fallback"]]
-            self._fallback.state = self.state
-
-    def _check_captured(self) -> None:
-        if not any(layer.calls and layer.with_gradient for layer in self._layers):
-            raise RuntimeError(
-                "No layer recorded a backward pass since the last step. Call loss.backward() before "
-                "step() and zero_grad() after it, and compute the loss with the model this "
-                "optimizer was made for, with gradients enabled."
-            )
 
 
 def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
