@@ -490,14 +490,6 @@ class Softmax(Transfer):
         return _divide(g, self.f(a))
 
 
-_BUILT_IN: dict[str, type[Transfer]] = {
-    kind.name: kind
-    for kind in (
-        *(Step, Linear, ReLU, LeakyReLU, Sigmoid, Softmax, Tanh, Arctan, Softplus, ELU),
-        *(Hardtanh, ReLU6, SELU, CELU, Softsign, LogSigmoid, SquaredReLU),
-    )
-}
-NAMES = tuple(_BUILT_IN)
 NON_MONOTONE = frozenset({"gelu", "silu", "swish", "mish", "hardswish"})
 
 
@@ -510,11 +502,11 @@ def get(transfer: str | Transfer) -> Transfer:
         raise ValueError(
             f"Invalid transfer={transfer!r}. It is not non-decreasing, so it has no matching loss."
         )
-    if name not in _BUILT_IN:
+    if name not in TRANSFERS:
         raise ValueError(
             f"Invalid transfer={transfer!r}. Must be a Transfer or one of {', '.join(NAMES)}."
         )
-    return _BUILT_IN[name]()
+    return TRANSFERS[name]
 
 
 def bregman(transfer: str | Transfer, a_hat: Tensor, a: Tensor) -> Tensor:
@@ -578,3 +570,13 @@ def _check(name: str, value: float, *, strict: bool = False) -> None:
         raise ValueError(f"Invalid {name}={value}. Must be finite.")
     if value < 0 or (strict and value == 0):
         raise ValueError(f"Invalid {name}={value}. Must be {'> 0' if strict else '>= 0'}.")
+
+
+TRANSFERS: dict[str, Transfer] = {
+    kind.name: kind()
+    for kind in (
+        *(Step, Linear, ReLU, LeakyReLU, Sigmoid, Softmax, Tanh, Arctan, Softplus, ELU),
+        *(Hardtanh, ReLU6, SELU, CELU, Softsign, LogSigmoid, SquaredReLU),
+    )
+}
+NAMES = tuple(TRANSFERS)
