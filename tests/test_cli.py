@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 
 from torch_locoprop import cli
-from torch_locoprop.study import commands, datasets, display
+from torch_locoprop.study import datasets, display
+from torch_locoprop.study.commands import shared
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset
 from torch_locoprop.study.run_folder import Metrics, RunFolder
@@ -239,7 +240,7 @@ def test_ctrl_c_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "run", interrupted)
+    monkeypatch.setattr(shared, "run", interrupted)
     Path("data").mkdir()
     code, _, err = run("train", *TINY, "--out", "over there", "--data-dir", "data")
     assert code == 130
@@ -285,8 +286,10 @@ def test_a_missing_package_is_named(
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
-    for name in ("commands", "options", "display"):
-        monkeypatch.delitem(sys.modules, f"torch_locoprop.study.{name}", raising=False)
+    study = "torch_locoprop.study."
+    ours = (f"{study}commands", f"{study}options", f"{study}display")
+    for name in [name for name in sys.modules if name.startswith(ours)]:
+        monkeypatch.delitem(sys.modules, name)
     code, _, err = run("train")
     assert code == 1
     assert package in err
@@ -321,9 +324,9 @@ def test_a_download_has_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(datasets, "load", load)
     monkeypatch.setattr(
-        commands, "Console", lambda **_: Console(force_terminal=True, stderr=True, width=80)
+        shared, "Console", lambda **_: Console(force_terminal=True, stderr=True, width=80)
     )
-    assert commands._load("mnist", None, quiet=False).name == "mnist"
+    assert shared.load("mnist", None, quiet=False).name == "mnist"
     assert calls == ["mnist"]
 
 

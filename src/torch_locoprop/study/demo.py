@@ -19,7 +19,7 @@ from torch import Tensor
 
 from torch_locoprop.study.autoencoder import entropy
 from torch_locoprop.study.contest import EPOCHS, IMAGES, METHODS, contest_task
-from torch_locoprop.study.figures import draw
+from torch_locoprop.study.demo_figure import draw
 from torch_locoprop.study.training import Run, train
 
 COLUMNS = 16

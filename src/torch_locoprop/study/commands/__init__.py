@@ -1,0 +1,24 @@
+"""The commands of `locoprop`, a file each: what their options are and what they print.
+
+Results go to standard output, as text or with `--json` as JSON; progress goes to standard error.
+"""
+
+import typer
+
+from torch_locoprop.study import options
+from torch_locoprop.study.commands.compare import compare
+from torch_locoprop.study.commands.datasets import datasets_command
+from torch_locoprop.study.commands.train import train
+
+app = typer.Typer(
+    name="locoprop",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train deep autoencoders with LocoProp and with the optimizers it is compared with.",
+)
+app.command(epilog=options.METHODS)(train)
+app.command(epilog=options.METHODS)(compare)
+app.command("datasets")(datasets_command)
