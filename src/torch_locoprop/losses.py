@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torch_locoprop.transfers import Transfer
+from torch_locoprop.transfers import Linear, Transfer
 
 
 class LocalLoss:
@@ -21,6 +21,10 @@ class LocalLoss:
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         """``δ = ∂D/∂a`` ``[..., rows, features]``."""
         raise NotImplementedError
+
+    def is_quadratic(self, transfer: Transfer) -> bool:
+        """Whether ``δ(a) = a − target``: the rows then count through ``XᵀX`` alone."""
+        return False
 
     def value(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         """``D`` per row, up to a constant that does not depend on ``a``."""
@@ -40,6 +44,9 @@ class Squared(LocalLoss):
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         return a - target
 
+    def is_quadratic(self, transfer: Transfer) -> bool:
+        return type(self).residual is Squared.residual
+
     def value(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         return 0.5 * (a - target).square().sum(-1)
 
@@ -58,6 +65,9 @@ class Matching(LocalLoss):
 
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         return transfer.f(a) - target
+
+    def is_quadratic(self, transfer: Transfer) -> bool:
+        return isinstance(transfer, Linear) and type(self).residual is Matching.residual
 
     def value(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         return integral_per_row(a, transfer) - (target * a).sum(-1)

@@ -30,6 +30,7 @@ from torch_locoprop.groups import (
     restricted,
     warn_of_ignored,
 )
+from torch_locoprop.lanes import lanes
 from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
@@ -171,9 +172,11 @@ class LocoProp(WithFallback):
                 decide(layer, self._output_transfer, self._loss_transfer)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
-        for layer in self._layers:
-            if layer.with_gradient:
-                self._solve(layer, group_of, terms)
+        with lanes() as lane:
+            for layer in self._layers:
+                if layer.with_gradient:
+                    with lane():
+                        self._solve(layer, group_of, terms)
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from torch_locoprop.gram import Gram, saves_work
 from torch_locoprop.layers import Layer
 from torch_locoprop.losses import LocalLoss
 from torch_locoprop.regularizers import Metric, Regularizer
@@ -85,16 +86,24 @@ class LocalProblem:
         """The rows that multiply the trained columns ``[W b]``."""
         return self.layer.inputs(self.x, "weight" in self.start, "bias" in self.start)
 
-    def gradient(self, at: Tensors) -> Tensors:
-        """The gradient of the local loss, without the regularizer."""
+    def through_gram(self, local_steps: int) -> Gram | None:
+        """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
+        if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
+            return None
+        d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
+        rows, n = self.x.shape[-2:]
+        return Gram.of(self.x) if saves_work(rows, d, n, local_steps - 1) else None
+
+    def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
+        """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
+        if gram is not None:
+            return self._after_first(gram.gradient(self.displacement(at)))
         delta = self.loss.residual(
             self.layer.forward(self.x, **at, **self.fixed), self.target_rows, self.transfer
         )
-        change = self._weight_grad(delta if self.delta0 is None else delta - self.delta0)
-        return {
-            name: first.add(change[name], alpha=self.row_weight)
-            for name, first in self.first_gradient.items()
-        }
+        return self._after_first(
+            self._weight_grad(delta if self.delta0 is None else delta - self.delta0)
+        )
 
     def displacement(self, at: Tensors) -> Tensors:
         return {name: value - self.start[name] for name, value in at.items()}
@@ -112,6 +121,14 @@ class LocalProblem:
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
         penalty = self.regularizer.value(moved, self.eta, self.metric)
         return linear + self.row_weight * beyond_linear + penalty
+
+    def _after_first(self, change: Tensors) -> Tensors:
+        """The first gradient and, weighted, what was added to it since; ``change`` is used up."""
+        for name, first in self.first_gradient.items():
+            if self.row_weight != 1:
+                change[name].mul_(self.row_weight)
+            change[name].add_(first)
+        return change
 
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.layer.weight_grad(self.x, delta)

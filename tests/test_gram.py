@@ -1,0 +1,98 @@
+"""The gradient of a squared loss through XᵀX equals the one by rows."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_locoprop.gram import Gram, saves_work
+from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.losses import Matching, Squared
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import REGULARIZERS
+from torch_locoprop.targets import GradientDescent, MirrorDescent
+from torch_locoprop.transfers import Linear, Tanh, Transfer
+
+
+def problem(
+    trained: tuple[str, ...], leading: tuple[int, ...] = (), rows: int = 40
+) -> LocalProblem:
+    g = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*leading, *shape, generator=g, dtype=torch.float64)  # noqa: E731
+    tensors = {"weight": draw(5, 7), "bias": draw(5)}
+    return LocalProblem(
+        layer=LinearLayer(),
+        x=draw(rows, 7),
+        start={name: tensors[name] for name in trained},
+        fixed={name: t for name, t in tensors.items() if name not in trained},
+        backprop={name: draw(*tensors[name].shape[len(leading) :]) for name in trained},
+        target=GradientDescent(),
+        loss=Squared(),
+        transfer=Tanh(),
+        gamma=3.0,
+        eta=0.1,
+        regularizer=REGULARIZERS["none"],
+        row_weight=0.25,
+    )
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("trained", [("weight", "bias"), ("weight",), ("bias",)])
+def test_equals_the_gradient_by_rows(trained: tuple[str, ...], leading: tuple[int, ...]) -> None:
+    own = problem(trained, leading)
+    at = {name: t + torch.randn_like(t) for name, t in own.start.items()}
+    by_rows, by_gram = own.gradient(at), own.gradient(at, Gram.of(own.x))
+    assert by_rows.keys() == by_gram.keys()
+    for name in trained:
+        torch.testing.assert_close(by_gram[name], by_rows[name], rtol=1e-12, atol=1e-12)
+
+
+def test_the_first_gradient_is_left_as_it_was() -> None:
+    own = problem(("weight", "bias"))
+    before = {name: t.clone() for name, t in own.first_gradient.items()}
+    own.gradient({name: t + 1 for name, t in own.start.items()}, Gram.of(own.x))
+    for name, t in before.items():
+        torch.testing.assert_close(own.first_gradient[name], t, rtol=0, atol=0)
+
+
+def flops(rows: int, d: int, n: int, gradients: int) -> tuple[int, int]:
+    """Multiplications by rows and by Gram matrix, counted product by product."""
+    by_rows = sum(rows * n * d + d * rows * n for _ in range(gradients))
+    by_gram = n * rows * n + sum(d * n * n for _ in range(gradients))
+    return by_rows, by_gram
+
+
+@pytest.mark.parametrize("rows", [1, 10, 100, 1000])
+@pytest.mark.parametrize(("d", "n"), [(30, 250), (250, 30), (1000, 784)])
+@pytest.mark.parametrize("gradients", [1, 9])
+def test_is_taken_where_it_multiplies_less(rows: int, d: int, n: int, gradients: int) -> None:
+    by_rows, by_gram = flops(rows, d, n, gradients)
+    assert saves_work(rows, d, n, gradients) == (by_gram < by_rows)
+
+
+class Doubled(Squared):
+    def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
+        return 2 * (a - target)
+
+
+def test_only_for_losses_that_are_quadratic() -> None:
+    assert Squared().is_quadratic(Tanh())
+    assert not Doubled().is_quadratic(Tanh())  # a residual of its own
+    assert Matching().is_quadratic(Linear())
+    assert not Matching().is_quadratic(Tanh())
+
+
+def test_one_iteration_needs_none() -> None:
+    assert problem(("weight",)).through_gram(1) is None
+    assert problem(("weight",)).through_gram(10) is not None
+    assert problem(("weight",), rows=1).through_gram(10) is None
+
+
+def test_a_mirror_descent_target_at_a_linear_layer_is_the_same_problem() -> None:
+    from dataclasses import replace
+
+    own = replace(problem(("weight", "bias")), transfer=Linear())
+    mirror = replace(own, target=MirrorDescent(), loss=Matching())
+    at = {name: t + 1 for name, t in own.start.items()}
+    assert mirror.through_gram(10) is not None
+    for name, value in mirror.gradient(at, mirror.through_gram(10)).items():
+        torch.testing.assert_close(value, own.gradient(at)[name], rtol=1e-12, atol=1e-12)
