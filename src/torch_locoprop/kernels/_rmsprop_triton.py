@@ -11,11 +11,13 @@ SHARED = tl.constexpr(1)
 @triton.jit
 def number(value, k, place: tl.constexpr):
     """A number that came with the call, or from the device for all or for member k."""
-    if place == FLOAT:
-        return value
-    if place == SHARED:
-        return tl.load(value)
-    return tl.load(value + k)
+    if place == FLOAT:  # else and not return: both sides of a plain return are compiled
+        found = value
+    elif place == SHARED:
+        found = tl.load(value)
+    else:
+        found = tl.load(value + k)
+    return found
 
 
 @triton.jit
