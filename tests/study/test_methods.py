@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp, baselines
+from torch_locoprop.solvers import Exact
 from torch_locoprop.study import methods, models, peers
 from torch_locoprop.study.autoencoder import reconstruction_loss
 
@@ -59,8 +60,10 @@ def test_weight_decay_is_decoupled_and_spares_biases(name: str) -> None:
 
 def _one_step(name: str) -> dict[str, Any]:
     """One plain iteration: more would solve the problem at the decayed weights."""
-    local = isinstance(built(name)[1], LocoProp)
-    return {"local_steps": 1, "solver": "sgd", "gamma": 1e-3} if local else {}
+    if not isinstance(built(name)[1], LocoProp):
+        return {}
+    iterates = "local_steps" in methods.get(name).settings
+    return {"local_steps": 1, "solver": "sgd", "gamma": 1e-3} if iterates else {"gamma": 1e-3}
 
 
 def test_kinds() -> None:
@@ -69,6 +72,14 @@ def test_kinds() -> None:
     assert built("shampoo@20")[1].param_groups[0]["every"] == 20
     group = built("proxprop", solver="adam", local_steps=5)[1].param_groups[0]
     assert (group["variant"], group["solver"], group["local_steps"]) == ("proxprop", "adam", 5)
+
+
+def test_the_closed_form_takes_its_settings_to_the_solver() -> None:
+    _, optimizer = built("exact-m@5", decay=0.9, damping=0.2)
+    assert isinstance(optimizer, LocoProp)
+    solver = optimizer._components.solver(optimizer.param_groups[0])
+    assert solver == Exact(decay=0.9, every=5, damping=0.2)
+    assert optimizer.param_groups[0]["variant"] == "locoprop-m"
 
 
 def test_every_method_says_where_its_settings_come_from() -> None:

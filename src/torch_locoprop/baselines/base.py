@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.groups import Group, decayed
@@ -46,6 +46,7 @@ class PerTensor(torch.optim.Optimizer):
     """
 
     positive: ClassVar[tuple[str, ...]] = ()  # settings that may not be zero
+    capturable: ClassVar[bool] = False  # a step, once taken, can be replayed as a CUDA graph
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
         super().__init__(params, defaults)
@@ -77,10 +78,16 @@ class PerTensor(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                change, self.state[parameter] = self.change(parameter.grad, state, group)
-                name = "weight" if parameter.dim() >= 2 else "bias"
-                parameter.copy_(decayed(name, parameter, group) - change)
+                if parameter.grad is not None:
+                    self.move(parameter, parameter.grad, group)
         return loss
+
+    def move(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Move one tensor and its state."""
+        change, self.state[parameter] = self.change(gradient, self.state[parameter], group)
+        parameter.copy_(self.shrunk(parameter, group) - change)
+
+    @staticmethod
+    def shrunk(parameter: nn.Parameter, group: Group) -> Tensor:
+        """The tensor after weight decay; itself where there is none."""
+        return decayed("weight" if parameter.dim() >= 2 else "bias", parameter, group)

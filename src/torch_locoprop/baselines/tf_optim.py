@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from torch_locoprop.baselines.base import PerTensor, Tensors
+from torch_locoprop.baselines.base import PerTensor
 from torch_locoprop.groups import Group
 from torch_locoprop.solvers import FirstOrder, Numbers, first_order
 
@@ -20,12 +20,22 @@ class _Plain(PerTensor):
     """One step of a first-order solver on the gradient of the loss."""
 
     solver: ClassVar[FirstOrder]
+    capturable = True
 
-    def change(self, gradient: Tensor, state: Tensors, group: Group) -> tuple[Tensor, Tensors]:
+    def move(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        """Move one tensor and its state in place, so that a captured step goes on from there."""
         numbers = Numbers(
             **{name: group[name] for name in ("lr", "momentum", "decay", "eps") if name in group}
         )
-        return self.solver.step(gradient, state or self.solver.init(gradient, numbers), numbers)
+        state = self.state[parameter]
+        if not state:
+            state.update(self.solver.init(parameter, numbers))
+        parameter.copy_(self.shrunk(parameter, group))
+        new = dict(state)
+        self.solver.advance_(parameter, gradient, new, numbers, 1.0)
+        for name, entry in new.items():
+            if entry is not state[name]:
+                state[name].copy_(entry)
 
 
 class SGD(_Plain):

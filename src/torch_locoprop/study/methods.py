@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp, baselines
 from torch_locoprop.settings import unknown
+from torch_locoprop.solvers import Exact
 from torch_locoprop.study import peers
 
 Settings = Mapping[str, Any]
@@ -108,6 +109,18 @@ def _locoprop(variant: str) -> Build:
     )
 
 
+def _exact(variant: str) -> Build:
+    """The closed form on a running average of XᵀX, a mean over rows, renewed every k steps."""
+
+    def build(model: nn.Module, settings: Settings) -> Optimizer:
+        own = dict(settings)
+        solver = Exact(**{name: own.pop(name) for name in ("decay", "every", "damping")})
+        own |= {"solver": solver, "local_reduction": "mean"}
+        return LocoProp(model, variant=variant, output_transfer="sigmoid", **own)
+
+    return build
+
+
 # Where the defaults come from: the published reference's values for the task below, searches on it
 # (MNIST, tanh, standard, batches of 1000, 100 epochs), or nowhere.
 REFERENCE = "reference"
@@ -126,6 +139,7 @@ _LOCAL = {
     "local_reduction": "sum",
     "regularizer": None,
 }
+_EXACT = {"lr": 1e-2, "gamma": 1.0, "decay": 0.95, "every": 10, "damping": 1e-2}
 _LOCAL_S = {**_LOCAL, "lr": 2e-5, "gamma": 100.0, "decay": 0.99}
 
 for _method in (
@@ -135,6 +149,8 @@ for _method in (
     Method("pocoprop-m", _locoprop("pocoprop-m"), _LOCAL, f"{UNTUNED}, as locoprop-m"),
     Method("proxprop", _locoprop("proxprop"), _LOCAL_S, f"{UNTUNED}, as locoprop-s"),
     Method("natural-s", _locoprop("natural-s"), {**_LOCAL, "gamma": 1.0, "decay": 0.99}, UNTUNED),
+    Method("exact-s", _exact("locoprop-s"), _EXACT, UNTUNED),
+    Method("exact-m", _exact("locoprop-m"), _EXACT, UNTUNED),
     Method("sgd", _plain(baselines.SGD), {"lr": 1e-2}, UNTUNED),
     Method("momentum", _plain(baselines.Momentum), {"lr": 1e-3, "momentum": 0.9}, UNTUNED),
     Method("nesterov", _plain(baselines.Nesterov), {"lr": 1e-3, "momentum": 0.9}, UNTUNED),

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_locoprop import LocoProp
 from torch_locoprop.study.autoencoder import reconstruction_loss
 
 EAGER_STEPS = 3  # before the capture: states come into being, and libraries choose their kernels
@@ -21,8 +20,7 @@ class TrainingStep:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, images: Tensor) -> None:
         self._model, self._optimizer, self._images = model, optimizer, images
-        capturable = isinstance(optimizer, LocoProp) and optimizer.capturable
-        self._captures = capturable and images.is_cuda
+        self._captures = getattr(optimizer, "capturable", False) and images.is_cuda
         self._graph: torch.cuda.CUDAGraph | None = None
         self._rows: Tensor | None = None
         self._taken = 0
