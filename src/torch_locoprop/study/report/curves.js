@@ -1,0 +1,192 @@
+// The curves: what plotly draws for a task and the choices made on the page.
+"use strict";
+
+const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+const SHOWN_AT_FIRST = 16;
+
+/** A colour of the document's theme. */
+function themed(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}
+
+/** The series' colour, lighter on a dark page, where the palette would be hard to see. */
+function inked(colour, opacity = 1) {
+  const light = Number(themed("--lighten"));
+  const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  const mixed = parts.map((part) => Math.round(part + (255 - part) * light));
+  return `rgba(${mixed.join(",")},${opacity})`;
+}
+
+/** Text for plotly, which reads some markup in names. */
+function plain(text) {
+  return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+}
+
+function abscissae(series, seconds, choice) {
+  return choice.x === "seconds" ? seconds : series.curve.train.mean.map((_, epoch) => epoch);
+}
+
+function band(series, choice) {
+  const { low, high } = series.curve[choice.loss];
+  const x = abscissae(series, series.curve_seconds, choice);
+  const at = x.map((_, index) => index).filter((index) => low[index] !== null);
+  const back = [...at].reverse();
+  return {
+    x: [...at, ...back].map((index) => x[index]),
+    y: [...at.map((index) => high[index]), ...back.map((index) => low[index])],
+    fill: "toself",
+    fillcolor: inked(series.colour, 0.14),
+    line: { width: 0 },
+    mode: "lines",
+    hoverinfo: "skip",
+    name: plain(series.label),
+  };
+}
+
+function line(series, x, y, width, notes) {
+  return {
+    x,
+    y,
+    mode: x.length > 1 ? "lines" : "markers",
+    line: { color: inked(series.colour), width, dash: DASHES[series.dash % DASHES.length] },
+    marker: { color: inked(series.colour), size: 8 },
+    name: plain(series.label),
+    customdata: notes,
+    hovertemplate: "%{y:.2f}%{customdata}",
+  };
+}
+
+function meanLine(series, choice) {
+  const { mean, low, high, number } = series.curve[choice.loss];
+  const total = series.runs.length;
+  const notes = mean.map((value, index) =>
+    total === 1 || value === null
+      ? ""
+      : ` (${shown(low[index])} to ${shown(high[index])}, ${number[index]} of ${total} seeds)`,
+  );
+  const x = abscissae(series, series.curve_seconds, choice);
+  return line(series, x, mean, 3, notes);
+}
+
+function runLines(series, choice) {
+  return series.runs.map((run) => {
+    const x = choice.x === "seconds" ? run.seconds : run[choice.loss].map((_, epoch) => epoch);
+    const notes = x.map(() => ` (seed ${run.seed})`);
+    return line(series, x, run[choice.loss], 2, notes);
+  });
+}
+
+/** A cross where a run left, at the upper edge if it left beyond it. */
+function crosses(series, choice, top) {
+  const ended = series.runs.filter((run) => run.state === "diverged");
+  const last = (run) => run[choice.loss].findLastIndex((value) => value !== null);
+  const lasting = ended.filter((run) => last(run) >= 0);
+  return {
+    x: lasting.map((run) => (choice.x === "seconds" ? run.seconds[last(run)] : last(run))),
+    y: lasting.map((run) => Math.min(run[choice.loss][last(run)], top)),
+    mode: "markers",
+    marker: { symbol: "x", size: 11, color: inked(series.colour) },
+    name: plain(series.label),
+    customdata: lasting.map((run) => `diverged in epoch ${run.epoch} (seed ${run.seed})`),
+    hovertemplate: "%{customdata}",
+    cliponaxis: false,
+  };
+}
+
+/** From the lowest to the highest loss shown: near the end of training, or of all of it. */
+function verticalRange(task, choice, hidden) {
+  if (choice.range === "final") return task.view[choice.loss];
+  const steady = task.series.filter((series, at) => series.state !== "diverged" && !hidden.has(at));
+  const values = steady.flatMap((series) => [
+    ...series.curve[choice.loss].low,
+    ...series.curve[choice.loss].high,
+  ]).filter((value) => value !== null);
+  if (!values.length) return null;
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const margin = 0.03 * (high - low) || 1;
+  return [low - margin, high + margin];
+}
+
+function axis(title, more) {
+  return {
+    title: { text: title, standoff: 12 },
+    color: themed("--ink"),
+    gridcolor: themed("--line"),
+    linecolor: themed("--faint"),
+    zeroline: false,
+    ticks: "outside",
+    tickcolor: themed("--line"),
+    ...more,
+  };
+}
+
+/** Round numbers between two others for a logarithmic axis, few enough to be read. */
+function logarithmicTicks(low, high) {
+  const decades = [];
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) decades.push(10 ** power);
+  const within = (digits) => decades.flatMap((decade) => digits.map((digit) => digit * decade))
+    .filter((value) => low <= value && value <= high);
+  const sets = [[1], [1, 2, 5], [1, 1.5, 2, 3, 4, 5, 7]].map(within);
+  const enough = sets.find((ticks) => ticks.length >= 4);
+  if (enough) return enough;
+  const step = 10 ** Math.floor(Math.log10(high - low)) / (Math.log10(high - low) % 1 < 0.5 ? 2 : 1);
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor(high / step) - first + 1 }, (_, at) => (first + at) * step);
+}
+
+function vertical(choice, range) {
+  const title = `${choice.loss} loss per image`;
+  if (!range) return axis(title, { type: choice.y, autorange: true });
+  if (choice.y === "linear" || range[1] <= 0) return axis(title, { type: "linear", range });
+  const bounds = [Math.max(range[0], range[1] * 1e-4), range[1]];
+  const ticks = logarithmicTicks(...bounds);
+  const ticktext = ticks.map((value) => String(Number(value.toPrecision(4))));
+  return axis(title, { type: "log", range: bounds.map(Math.log10), tickvals: ticks, ticktext });
+}
+
+function layout(task, choice, range) {
+  const ends = task.series.map((series) => abscissae(series, series.curve_seconds, choice).at(-1));
+  const end = Math.max(...ends) || 1;
+  return {
+    xaxis: axis(choice.x === "seconds" ? "seconds of training" : "epoch", {
+      range: [0, 1.01 * end],
+      showline: true,
+      unifiedhovertitle: { text: "epoch %{x}" },
+    }),
+    yaxis: vertical(choice, range),
+    font: { family: themed("--font"), size: 15, color: themed("--ink") },
+    hoverlabel: { namelength: -1, font: { family: themed("--font"), size: 13 }, bgcolor: themed("--paper") },
+    hovermode: choice.x === "seconds" ? "closest" : "x unified",
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: themed("--faint"), activecolor: themed("--ink") },
+    showlegend: false,
+    margin: { l: 68, r: 12, t: 12, b: 56 },
+  };
+}
+
+/** Draw the task; `hidden` holds the indices of the series that are not to be seen. */
+function drawCurves(place, task, choice, hidden) {
+  const range = verticalRange(task, choice, hidden);
+  const traces = task.series.flatMap((series, at) => hidden.has(at) ? [] : [
+    ...(choice.runs === "mean" && series.runs.length > 1 ? [band(series, choice)] : []),
+    ...(choice.runs === "mean" ? [meanLine(series, choice)] : runLines(series, choice)),
+    ...(series.state === "diverged" ? [crosses(series, choice, range ? range[1] : Infinity)] : []),
+  ].map((trace) => ({ ...trace, zorder: -at }))); // the best on top
+  const options = {
+    responsive: true,
+    displaylogo: false,
+    modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
+    toImageButtonOptions: { format: "svg", filename: "curves" },
+  };
+  return Plotly.react(place, traces, layout(task, choice, range), options);
+}
+
+/** Shown series that end above the upper edge, which the reader would miss. */
+function aboveView(task, choice, hidden) {
+  const range = verticalRange(task, choice, hidden);
+  return task.series.filter((series, at) => {
+    const last = series.curve[choice.loss].mean.findLast((value) => value !== null);
+    return range && !hidden.has(at) && last > range[1];
+  });
+}

@@ -1,0 +1,121 @@
+"""Reconstructions: test images, and what each series makes of them, as PNG inside the page."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.study import datasets, models
+from torch_locoprop.study.datasets import Dataset, DatasetError
+from torch_locoprop.study.report.gather import Task
+from torch_locoprop.study.report.runs import Run
+from torch_locoprop.study.report.series import Series
+from torch_locoprop.study.run_folder import RunError, RunFolder
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """Rows of images, `(label, colour, note, PNG data URIs)`, and why others are missing."""
+
+    rows: tuple[tuple[str, str, str, list[str]], ...]
+    missing: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the gallery as the page reads it."""
+        names = ("label", "colour", "note", "images")
+        rows = [dict(zip(names, row, strict=True)) for row in self.rows]
+        return {"rows": rows, "missing": list(self.missing)}
+
+
+def gallery(task: Task, images: int, data_dir: Path | None) -> Gallery:
+    """Return `images` test images and their reconstructions by each series that has a checkpoint."""
+    if not images:
+        return Gallery((), ())
+    chosen = [_with_checkpoint(series) for series in task.series]
+    if not any(chosen):
+        return Gallery((), ("None of these runs has its checkpoint.pt.",))
+    try:
+        originals = _originals(task.about["dataset"], task.about["data"], images, data_dir)
+    except (DatasetError, ValueError, OSError) as error:
+        return Gallery((), (str(error),))
+    rows = [("original", "", "", _tiles(originals))]
+    missing = []
+    for series, run in zip(task.series, chosen, strict=True):
+        try:
+            if run is None:
+                raise RunError("no checkpoint.pt.")
+            pictures, epoch = _reconstructed(run, originals)
+        except (RunError, ValueError, RuntimeError) as error:
+            missing.append(f"{series.label}: {error}")
+        else:
+            note = f"seed {run.config['seed']}, epoch {epoch}"
+            rows.append((series.label, series.colour, note, _tiles(pictures)))
+    return Gallery(tuple(rows), tuple(missing))
+
+
+def _with_checkpoint(series: Series) -> Run | None:
+    """The first of the runs that count, or else of all, whose model was kept."""
+    runs = (*series.counted, *series.runs)
+    return next((run for run in runs if (run.folder / "checkpoint.pt").is_file()), None)
+
+
+def _originals(
+    name: str, recorded: Mapping[str, Any], number: int, data_dir: Path | None
+) -> Tensor:
+    """Return `[number, pixels]` of the images that the runs were tested on."""
+    data = datasets.load(name, data_dir, download=False)
+    if data.fingerprint != recorded.get("fingerprint"):
+        raise DatasetError(
+            f"{name} as it is found here has the fingerprint {data.fingerprint}, and the runs had "
+            f"{recorded.get('fingerprint')}. Name the folder with their images with --data-dir."
+        )
+    if math.isqrt(data.test.shape[1]) ** 2 != data.test.shape[1]:
+        raise DatasetError(f"Images of {data.test.shape[1]} pixels are not square.")
+    return data.test[_choice(data, number)]
+
+
+def _choice(data: Dataset, number: int) -> list[int]:
+    """Evenly spaced images; where there are labels, the first of each label, then the second, ..."""
+    total = len(data.test)
+    number = min(number, total)
+    if data.test_labels is None:
+        return [index * total // number for index in range(number)]
+    seen: dict[int, int] = {}
+    order = []
+    for index, label in enumerate(data.test_labels.tolist()):
+        order.append((seen.get(label, 0), label, index))
+        seen[label] = seen.get(label, 0) + 1
+    return [index for *_, index in sorted(order)[:number]]
+
+
+@torch.no_grad()
+def _reconstructed(run: Run, originals: Tensor) -> tuple[Tensor, int]:
+    """Return the images as the run's last checkpoint has them, and its epoch."""
+    checkpoint = RunFolder(run.folder).checkpoint()
+    if checkpoint is None:
+        raise RunError("checkpoint.pt is gone.")
+    model = models.build(run.config["model"], run.config["transfer"])
+    model.load_state_dict(checkpoint.model)
+    return torch.sigmoid(model(originals)), len(checkpoint.metrics) - 1
+
+
+def _tiles(images: Tensor) -> list[str]:
+    """Each image `[pixels]` in [0, 1] as the data URI of a PNG, ink on paper."""
+    from matplotlib.image import imsave  # slow to import, and needed for this alone
+
+    side = math.isqrt(images.shape[1])
+    tiles = []
+    grey = (255 * (1 - images)).round().to(torch.uint8).reshape(-1, side, side, 1)
+    for image in grey.expand(-1, -1, -1, 3).numpy():
+        file = io.BytesIO()
+        imsave(file, image, format="png")
+        tiles.append("data:image/png;base64," + base64.b64encode(file.getvalue()).decode())
+    return tiles

@@ -1,0 +1,213 @@
+"""Runs put side by side: a task for what can be compared, its series in their order, a summary.
+
+Runs are compared with runs on equal images, with the same model, transfer, batch size and epochs.
+There is no ranking across tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch_locoprop.study.palette import colour
+from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
+from torch_locoprop.study.report.series import LOSSES, TASK, Series, Spread
+
+CLOCK = ("machine", "threads", "torch")
+"""What of an environment has to agree for seconds to be comparable."""
+
+FAR_APART = 1.5
+"""A ratio of losses that no luck with a seed explains: one of the runs failed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """Series that can be compared, the best first."""
+
+    series: tuple[Series, ...]
+
+    @property
+    def runs(self) -> list[Run]:
+        """All runs."""
+        return [run for series in self.series for run in series.runs]
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What all runs have in common: the images, the model, the length."""
+        run = self.runs[0]
+        return {**{name: run.config[name] for name in TASK}, "data": run.data}
+
+    @property
+    def title(self) -> str:
+        """The task in a few words."""
+        about = self.about
+        return f"{about['dataset']} · {about['model']} · {about['transfer']}"
+
+    @property
+    def details(self) -> str:
+        """What the title leaves out."""
+        about = self.about
+        return (
+            f"{about['epochs']} epochs of batches of {about['batch_size']} · "
+            f"data {about['data'].get('fingerprint', 'without a fingerprint')}"
+        )
+
+    @cached_property
+    def placed(self) -> tuple[Series, ...]:
+        """The series that have a place in the ranking: every run of them finished."""
+        return tuple(series for series in self.series if series.state == FINISHED)
+
+    @cached_property
+    def same(self) -> dict[str, Any]:
+        """The hyper-parameters that are equal in all series."""
+        first, *others = (series.hyper_parameters for series in self.series)
+        return {
+            name: value
+            for name, value in first.items()
+            if all(name in other and other[name] == value for other in others)
+        }
+
+    @cached_property
+    def varied(self) -> tuple[str, ...]:
+        """The other hyper-parameters."""
+        names = dict.fromkeys(name for series in self.series for name in series.hyper_parameters)
+        return tuple(name for name in names if name not in self.same)
+
+
+def tasks(runs: Iterable[Run]) -> list[Task]:
+    """Return the runs by task, the task with the most runs first."""
+    found = [Task(_series(group)) for group in _grouped(runs, _task_key)]
+    return sorted(found, key=lambda task: -len(task.runs))
+
+
+def _task_key(run: Run) -> str:
+    return json.dumps([*(run.config[name] for name in TASK), run.data.get("fingerprint")])
+
+
+def _series_key(run: Run) -> str:
+    whole = {name: value for name, value in run.config.items() if name != "seed"}
+    return json.dumps(whole, sort_keys=True)
+
+
+def _grouped(runs: Iterable[Run], key: Callable[[Run], str]) -> list[list[Run]]:
+    groups: dict[str, list[Run]] = {}
+    for run in runs:
+        groups.setdefault(key(run), []).append(run)
+    return list(groups.values())
+
+
+def _series(runs: Iterable[Run]) -> tuple[Series, ...]:
+    groups = [
+        tuple(sorted(group, key=lambda run: (run.config["seed"], str(run.folder))))
+        for group in _grouped(runs, _series_key)
+    ]
+    ranked = sorted((Series("", 0, group) for group in groups), key=_rank)
+    by_colour: dict[str, int] = {}
+    named = []
+    for series in ranked:
+        used = by_colour.setdefault(colour(series.method), 0)
+        by_colour[colour(series.method)] += 1
+        named.append(Series(_label(series, ranked), used, series.runs))
+    return tuple(named)
+
+
+def _rank(series: Series) -> tuple[int, float, str]:
+    order = (FINISHED, UNFINISHED, DIVERGED)
+    return order.index(series.state), series.final, series.method
+
+
+def _label(series: Series, others: Sequence[Series]) -> str:
+    """The method's name, with what tells the series from those of the same method."""
+    own = series.hyper_parameters
+    rivals = [other.hyper_parameters for other in others if other.method == series.method]
+    differing = [
+        f"{name}={value}"
+        for name, value in own.items()
+        if any(other.get(name) != value for other in rivals)
+    ]
+    return " ".join([series.method, *differing])
+
+
+def view(task: Task, loss: str) -> tuple[float, float] | None:
+    """Return the range of losses in which the differences at the end can be seen.
+
+    The first epochs, many times higher, would flatten them, and so would one series that failed.
+    """
+    steady = task.placed or [series for series in task.series if series.state != DIVERGED]
+    curves = [series.curve(LOSSES[loss]) for series in steady]
+    means = [[point.mean for point in curve if point] for curve in curves]
+    means = [curve for curve in means if curve]
+    if not means:
+        return None
+    finals = sorted(curve[-1] for curve in means)
+    low, high = min(map(min, means)), max(map(max, means))
+    upper = finals[math.ceil(0.75 * (len(finals) - 1))]
+    early = statistics.median(curve[2 * (len(curve) - 1) // 5] for curve in means)
+    top = min(high, max(finals[0] + 2.5 * (upper - finals[0]), early))
+    margin = 0.05 * (top - low) or 1.0
+    return low - margin, top + margin
+
+
+def summary(task: Task) -> str:
+    """Return the outcome in one or two sentences."""
+    if not task.placed:
+        states = {series.state for series in task.series}
+        return "Every run diverged." if states == {DIVERGED} else "No run has finished yet."
+    best, *others = task.placed
+    epochs = task.about["epochs"]
+    if not others:
+        return f"{best.label} ends at a train loss of {best.final:.2f} after {epochs} epochs."
+    second = others[0]
+    below = 100 * (second.final - best.final) / second.final if second.final else 0.0
+    first = (
+        f"{best.label} has the lowest train loss after {epochs} epochs: {best.final:.2f}, "
+        f"{below:.1f} % below {second.label} ({second.final:.2f})."
+    )
+    by_test = min(task.placed, key=lambda series: _last(series, "test").mean)
+    on_test = _last(by_test, "test").mean
+    if by_test is best:
+        return f"{first} It is also the best on test images: {on_test:.2f}."
+    return f"{first} On test images the best is {by_test.label}: {on_test:.2f}."
+
+
+def _last(series: Series, loss: str) -> Spread:
+    return series.last(LOSSES[loss]) or Spread(math.inf, math.inf, math.inf, 0)
+
+
+def cautions(task: Task) -> list[str]:
+    """Return what a reader should know before believing the summary."""
+    found = []
+    if len(task.placed) > 1:
+        best, second = (_last(series, "train") for series in task.placed[:2])
+        if max(best.number, second.number) == 1:
+            found.append("The best two have one seed each.")
+        elif best.high >= second.low:
+            found.append("The difference is within the range of the seeds.")
+    for series in task.placed:
+        end = _last(series, "train")
+        if end.high > FAR_APART * end.low:
+            found.append(f"Seeds of {series.label} end far apart: {end.low:.2f} to {end.high:.2f}.")
+    for state in (UNFINISHED, DIVERGED):
+        number = sum(run.state == state for run in task.runs)
+        if number:
+            found.append(f"{number} of {len(task.runs)} runs {state}.")
+    return found
+
+
+def clock_notes(task: Task) -> list[str]:
+    """Return why the seconds of these runs should not be compared, as far as the files tell."""
+    found = []
+    for name in CLOCK:
+        values = {str(run.environment.get(name, "unknown")) for run in task.runs}
+        if len(values) > 1:
+            found.append(f"{name}: {', '.join(sorted(values))}")
+    for name in ("device", "precision"):
+        values = {str(run.config.get(name, "unknown")) for run in task.runs}
+        if len(values) > 1:
+            found.append(f"{name}: {', '.join(sorted(values))}")
+    return found

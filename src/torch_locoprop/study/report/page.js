@@ -1,0 +1,181 @@
+// The page: which task is shown, what was chosen, and the sections that follow from it.
+"use strict";
+
+const report = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+
+const choice = { loss: "train", x: "epoch", y: "linear", range: "final", runs: "mean" };
+const CHOICES = [
+  { key: "loss", label: "Images", options: [["train", "Train"], ["test", "Test"]] },
+  { key: "x", label: "Horizontal axis", options: [["epoch", "By epoch"], ["seconds", "By seconds"]] },
+  { key: "y", label: "Vertical axis", options: [["linear", "Linear"], ["log", "Log"]] },
+  { key: "range", label: "Losses shown", options: [["final", "Final differences"], ["whole", "Whole run"]] },
+  { key: "runs", label: "Seeds", options: [["mean", "Mean and range"], ["every", "Every run"]] },
+];
+
+let task = report.tasks[0];
+let hidden = new Set();
+let view = null;
+
+/** A button that is pressed or not; all buttons of a group look alike. */
+function pressable(text, pressed, press, more = {}) {
+  return element("button", { type: "button", "aria-pressed": String(pressed), click: press, ...more }, text);
+}
+
+/** Replace the children of a place without losing the keyboard's focus in it. */
+function replaceKeepingFocus(place, children) {
+  const key = document.activeElement?.dataset?.focus;
+  place.replaceChildren(...children);
+  if (key) place.querySelector(`[data-focus="${CSS.escape(key)}"]`)?.focus();
+}
+
+function drawChoices() {
+  const several = task.series.some((series) => series.runs.length > 1);
+  const groups = CHOICES.filter(({ key }) => key !== "runs" || several).map(({ key, label, options }) => {
+    const buttons = options.map(([value, text]) => {
+      const choose = () => { choice[key] = value; drawAll(); };
+      return pressable(text, choice[key] === value, choose, { "data-focus": `${key} ${value}` });
+    });
+    return element("div", { class: "choice", role: "group", "aria-label": label }, ...buttons);
+  });
+  replaceKeepingFocus(byId("choices"), groups);
+}
+
+function legendValue(series) {
+  return series.state === "finished" ? shown(series[choice.loss]?.mean) : series.remark;
+}
+
+function drawLegend() {
+  const entries = task.series.map((series, at) => {
+    const toggle = () => {
+      if (hidden.has(at)) hidden.delete(at);
+      else hidden.add(at);
+      drawAll();
+    };
+    const more = { class: "entry", "data-focus": `series ${at}`, "data-label": series.label };
+    const button = pressable("", !hidden.has(at), toggle, more);
+    const seeds = series.seeds.length > 1 ? element("small", {}, `${series.seeds.length} seeds`) : "";
+    button.append(swatch(series), element("span", { class: "name" }, series.label, seeds),
+      element("span", { class: "value" }, legendValue(series)));
+    return button;
+  });
+  const all = new Set(task.series.keys());
+  const set = (wanted) => () => { hidden = wanted; drawAll(); };
+  const both = element("div", { class: "both" },
+    element("button", { type: "button", "data-focus": "all", click: set(new Set()) }, "Show all"),
+    element("button", { type: "button", "data-focus": "none", click: set(all) }, "Hide all"));
+  const title = element("div", { class: "title" }, `final ${choice.loss} loss`);
+  replaceKeepingFocus(byId("legend"), [title, ...entries, both]);
+}
+
+function drawNotes() {
+  const above = aboveView(task, choice, hidden).map((series) => `${series.label} (${legendValue(series)})`);
+  byId("out-of-view").textContent = above.length ? `Ends above the view: ${above.join(", ")}.` : "";
+  const clock = byId("clock");
+  clock.hidden = choice.x !== "seconds";
+  clock.classList.toggle("warning", task.clock.length > 0);
+  const differ = task.clock.length ? ` These runs differ in ${task.clock.join("; ")}.` : "";
+  clock.textContent = "Seconds of training alone. They compare methods only on the same machine, " +
+    `and only if no run shared it with another.${differ}`;
+}
+
+function drawAll() {
+  drawChoices();
+  drawLegend();
+  drawNotes();
+  return drawCurves(byId("plot"), task, choice, hidden);
+}
+
+function drawTasks() {
+  const place = byId("tasks");
+  place.hidden = report.tasks.length < 2;
+  const buttons = report.tasks.map((each, at) =>
+    pressable(each.title, each === task, () => show(each), { "data-focus": `task ${at}`, title: each.details }));
+  replaceKeepingFocus(place, buttons);
+}
+
+function drawGallery() {
+  const { rows, missing } = task.gallery;
+  byId("reconstructions").hidden = !rows.length && !missing.length;
+  byId("gallery").replaceChildren(...rows.map((row) => {
+    const images = row.images.map((source) => element("img", { src: source, alt: "" }));
+    const note = row.note ? element("small", {}, row.note) : null;
+    const name = element("div", { class: "name" }, element("b", {}, row.label), note);
+    if (row.colour) name.firstChild.style.color = inked(row.colour);
+    const strip = element("div", { class: "strip", role: "img", "aria-label": `${images.length} test images: ${row.label}` }, ...images);
+    return element("div", { class: "row" }, name, strip);
+  }));
+  byId("missing").replaceChildren(...(missing.length ? [
+    element("p", {}, rows.length ? "No reconstructions of" : "No reconstructions:"),
+    element("ul", {}, ...missing.map((why) => element("li", {}, why))),
+  ] : []));
+}
+
+function drawEnvironments() {
+  const all = task.environments;
+  const names = [...new Set(all.flatMap((each) => Object.keys(each.is)))];
+  const line = (name, values) => element("tr", {}, element("th", { scope: "row" }, name),
+    ...values.map((value) => element("td", {}, value)));
+  const text = (value) => (value === undefined ? "–" : setting(value));
+  byId("environments").replaceChildren(element("tbody", {},
+    line("environment", all.map((each) => each.name)),
+    ...names.map((name) => line(name, all.map((each) => text(each.is[name])))),
+    line("runs", all.map((each) => String(each.runs)))));
+  const data = Object.entries(task.about.data).map(([name, value]) => `${name} ${setting(value)}`);
+  byId("data-note").textContent = `Data: ${data.join(", ")}.`;
+}
+
+function drawTable() {
+  drawRanking(byId("ranking"), task, view);
+}
+
+/** Show a task, everything as it is at first. */
+function show(wanted) {
+  task = wanted;
+  hidden = new Set([...task.series.keys()].slice(SHOWN_AT_FIRST));
+  const best = task.series[0].train?.mean;
+  const level = best ? Number((1.05 * best).toPrecision(3)) : NaN;
+  view = { sort: "place", direction: 1, filter: "", level, columns: false, open: new Set() };
+  byId("filter").value = "";
+  byId("level").value = Number.isFinite(level) ? level : "";
+  for (const id of ["columns", "expand"]) byId(id).setAttribute("aria-pressed", "false");
+  byId("columns").hidden = !task.varied.length;
+  byId("task").textContent = `${task.title} · ${task.details}`;
+  byId("summary").textContent = task.summary;
+  byId("cautions").textContent = task.cautions.join(" ");
+  const same = Object.entries(task.same).map(([name, value]) => `${name} ${setting(value)}`);
+  byId("same").textContent = same.length && task.series.length > 1 ? `The same for all: ${same.join(", ")}.` : "";
+  drawTasks();
+  drawTable();
+  drawGallery();
+  drawEnvironments();
+  return drawAll();
+}
+
+function press(id, change) {
+  byId(id).addEventListener("click", () => {
+    const on = byId(id).getAttribute("aria-pressed") !== "true";
+    byId(id).setAttribute("aria-pressed", String(on));
+    change(on);
+    drawTable();
+  });
+}
+
+function start() {
+  byId("filter").addEventListener("input", (event) => { view.filter = event.target.value; drawTable(); });
+  byId("level").addEventListener("input", (event) => { view.level = event.target.valueAsNumber; drawTable(); });
+  press("columns", (on) => { view.columns = on; });
+  press("expand", (on) => { view.open = new Set(on ? task.series.map((series) => series.label) : []); });
+  const runs = report.tasks.flatMap((each) => each.series).reduce((sum, series) => sum + series.runs.length, 0);
+  byId("footer").textContent = `${runs} ${runs === 1 ? "run" : "runs"} · torch-locoprop ${report.version} · this page needs no network`;
+  byId("skipped-section").hidden = !report.skipped.length;
+  byId("skipped").append(...report.skipped.map(({ folder, reason }) =>
+    element("li", {}, element("code", {}, folder), ` ${reason}`)));
+  document.querySelector("main").hidden = false;
+  show(task);
+  for (const query of ["(prefers-color-scheme: dark)", "print"]) {
+    matchMedia(query).addEventListener("change", () => { drawGallery(); drawTable(); drawAll(); });
+  }
+}
+
+start();

@@ -1,0 +1,215 @@
+"""The page: everything the browser needs in one file, with nothing to fetch and nothing to trust.
+
+Text of run files reaches the page as JSON and the document as text nodes, never as markup. The
+content security policy lets exactly the scripts run that are written here, by their hashes, and no
+request leave.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from torch_locoprop import __version__
+from torch_locoprop.study.report import gather
+from torch_locoprop.study.report.gallery import Gallery
+from torch_locoprop.study.report.gather import Task
+from torch_locoprop.study.report.runs import Run, Skipped
+from torch_locoprop.study.report.series import LOSSES, Series, Spread
+
+SCRIPTS = ("curves.js", "ranking.js", "page.js")
+
+
+def plotly() -> str:
+    """Return plotly.js, or say how to get it."""
+    try:
+        from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
+    except ImportError as error:
+        raise ImportError(
+            "The report needs the package plotly, which is not installed. "
+            'Install it with: pip install "torch-locoprop[report]".'
+        ) from error
+    return str(get_plotlyjs())
+
+
+def page(
+    title: str, tasks: Sequence[Task], galleries: Sequence[Gallery], skipped: Sequence[Skipped]
+) -> str:
+    """Return the HTML of the report over these tasks, each with its gallery."""
+    content = {
+        "version": __version__,
+        "tasks": [
+            {**_task(task), "gallery": pictures.to_dict()}
+            for task, pictures in zip(tasks, galleries, strict=True)
+        ],
+        "skipped": [{"folder": str(folder), "reason": why} for folder, why in skipped],
+    }
+    scripts = [plotly(), "\n".join(map(_file, SCRIPTS))]
+    parts = {
+        "title": html.escape(title),
+        "policy": _policy(scripts),
+        "style": _file("page.css"),
+        "data": _embedded(content),
+        "plotly": scripts[0],
+        "script": scripts[1],
+    }
+    return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _file("template.html"))
+
+
+def write(path: Path, text: str) -> None:
+    """Put the page in its place, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def ranking(task: Task) -> list[dict[str, Any]]:
+    """Return the task's series in their order, as JSON knows them."""
+    return [_series(series, task) for series in task.series]
+
+
+def _file(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+
+
+def _embedded(content: Any) -> str:
+    """JSON that can stand in a script element: no text in it can end the element."""
+    text = json.dumps(_finite(content), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(content: Any) -> Any:
+    """The same with null for numbers that JSON does not know."""
+    if isinstance(content, dict):
+        return {str(name): _finite(value) for name, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
+
+
+def _policy(scripts: Sequence[str]) -> str:
+    digests = (base64.b64encode(hashlib.sha256(each.encode()).digest()) for each in scripts)
+    hashes = " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+
+
+def _task(task: Task) -> dict[str, Any]:
+    environments = _environments(task)
+    curves = [
+        {
+            **_curves(series),
+            "runs": [_run(run, environments) for run in series.runs],
+        }
+        for series in task.series
+    ]
+    return {
+        "title": task.title,
+        "details": task.details,
+        "about": task.about,
+        "summary": gather.summary(task),
+        "cautions": gather.cautions(task),
+        "clock": gather.clock_notes(task),
+        "same": task.same,
+        "varied": task.varied,
+        "view": {loss: gather.view(task, loss) for loss in LOSSES},
+        "environments": environments,
+        "series": [{**row, **more} for row, more in zip(ranking(task), curves, strict=True)],
+    }
+
+
+def _series(series: Series, task: Task) -> dict[str, Any]:
+    """One line of the ranking."""
+    placed = series in task.placed
+    return {
+        "place": task.placed.index(series) + 1 if placed else None,
+        "label": series.label,
+        "method": series.method,
+        "colour": series.colour,
+        "dash": series.dash,
+        "state": series.state,
+        "remark": series.remark,
+        "train": _point(series.last(LOSSES["train"])),
+        "test": _point(series.last(LOSSES["test"])),
+        "seconds": _point(series.last(lambda row: row.seconds)),
+        "memory": _point(series.last(lambda row: row.memory_mib)),
+        "epoch": max(run.last.epoch for run in series.runs),
+        "seeds": [run.config["seed"] for run in series.runs],
+        "origin": series.runs[0].origin,
+        "hyper_parameters": series.hyper_parameters,
+    }
+
+
+def _point(spread: Spread | None) -> dict[str, Any] | None:
+    return None if spread is None else spread._asdict()
+
+
+def _curves(series: Series) -> dict[str, Any]:
+    """What is drawn: lists with an entry for each epoch, null where there is no finite number."""
+    seconds = series.curve(lambda row: row.seconds)
+    return {
+        "curve": {loss: _columns(series.curve(number)) for loss, number in LOSSES.items()},
+        "curve_seconds": [None if point is None else point.mean for point in seconds],
+    }
+
+
+def _columns(curve: list[Spread | None]) -> dict[str, list[Any]]:
+    return {
+        name: [None if point is None else point[column] for point in curve]
+        for column, name in enumerate(Spread._fields)
+    }
+
+
+def _run(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
+    return {
+        "folder": str(run.folder),
+        "seed": run.config["seed"],
+        "state": run.state,
+        "epoch": run.last.epoch,
+        "environment": next(
+            each["name"] for each in environments if each["is"] == _environment(run)
+        ),
+        "command": run.command,
+        "seconds": [row.seconds for row in run.metrics],
+        **{loss: [number(row) for row in run.metrics] for loss, number in LOSSES.items()},
+    }
+
+
+def _environment(run: Run) -> dict[str, Any]:
+    own = {name: run.config.get(name, "unknown") for name in ("device", "precision")}
+    return {**own, **run.environment}
+
+
+def _environments(task: Task) -> list[dict[str, Any]]:
+    """The distinct environments, by letter, with the number of runs in each."""
+    found: list[dict[str, Any]] = []
+    for run in task.runs:
+        here = _environment(run)
+        known = next((each for each in found if each["is"] == here), None)
+        if known is None:
+            known = {"name": _letters(len(found)), "is": here, "runs": 0}
+            found.append(known)
+        known["runs"] += 1
+    return found
+
+
+def _letters(index: int) -> str:
+    """A, B, ..., Z, AA, AB, ..."""
+    before = _letters(index // 26 - 1) if index >= 26 else ""
+    return before + chr(ord("A") + index % 26)

@@ -1,0 +1,170 @@
+// The ranking: a table that sorts, filters and unfolds. All text enters as text nodes.
+"use strict";
+
+/** An element with attributes, listeners (functions) and children, strings among them. */
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (typeof value === "function") made.addEventListener(name, value);
+    else if (value !== null && value !== false) made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null));
+  return made;
+}
+
+/** A loss as people read it. */
+function shown(value) {
+  if (value === null || value === undefined) return "–";
+  return Math.abs(value) < 1e5 ? value.toFixed(2) : value.toExponential(2);
+}
+
+function setting(value) {
+  if (typeof value === "number" && value !== 0 && Math.abs(value) < 1e-3) return value.toExponential();
+  return typeof value === "string" ? value : JSON.stringify(value);
+}
+
+function swatch(series) {
+  const mark = element("span", { class: "swatch", "aria-hidden": "true" });
+  mark.style.setProperty("--own", inked(series.colour));
+  mark.classList.toggle("broken", series.dash > 0);
+  return mark;
+}
+
+function spreadCell(point, digits = 2) {
+  if (!point) return "–";
+  const number = (value) => (digits === 2 ? shown(value) : value.toFixed(digits));
+  if (number(point.low) === number(point.high)) return number(point.mean);
+  const extremes = `${number(point.low)} to ${number(point.high)}`;
+  return element("span", {}, number(point.mean), element("small", {}, extremes));
+}
+
+/** The first epoch whose mean train loss is at or below the level, or null. */
+function reached(series, level) {
+  const epoch = series.curve.train.mean.findIndex((value) => value !== null && value <= level);
+  return Number.isFinite(level) && epoch >= 0 ? epoch : null;
+}
+
+function methodCell(series) {
+  const remark = series.remark ? element("span", { class: "remark" }, series.remark) : null;
+  return element("span", {}, swatch(series), `${series.label} `, remark);
+}
+
+
+/** The columns: a heading, the value to sort by, and what to show. */
+function rankingColumns(task, view) {
+  const mean = (name) => (series) => (series[name] ? series[name].mean : null);
+  const seconds = (series) => {
+    const epoch = reached(series, view.level);
+    return epoch === null ? null : series.curve_seconds[epoch];
+  };
+  const goal = Number.isFinite(view.level) ? String(view.level) : "…";
+  const whole = (value) => (value === null ? "–" : String(value));
+  const settings = !view.columns ? [] : task.varied.map((name) => ({
+    key: `setting ${name}`,
+    heading: name,
+    value: (series) => series.hyper_parameters[name] ?? null,
+    cell: (series) => (name in series.hyper_parameters ? setting(series.hyper_parameters[name]) : ""),
+  }));
+  return [
+    { key: "place", heading: "#", value: (s) => s.place, cell: (s) => whole(s.place) },
+    { key: "method", heading: "method", value: (s) => s.label, cell: methodCell, text: true },
+    { key: "train", heading: "train loss", value: mean("train"), cell: (s) => spreadCell(s.train) },
+    { key: "test", heading: "test loss", value: mean("test"), cell: (s) => spreadCell(s.test) },
+    { key: "reach", heading: `epochs to ${goal}`, value: (s) => reached(s, view.level), cell: (s) => whole(reached(s, view.level)) },
+    { key: "reach-seconds", heading: `seconds to ${goal}`, value: seconds, cell: (s) => (seconds(s) === null ? "–" : seconds(s).toFixed(1)) },
+    { key: "seconds", heading: "seconds", value: mean("seconds"), cell: (s) => spreadCell(s.seconds, 1) },
+    { key: "memory", heading: "memory MiB", value: mean("memory"), cell: (s) => spreadCell(s.memory, 0) },
+    { key: "seeds", heading: "seeds", value: (s) => s.seeds.length, cell: (s) => s.seeds.join(", ") },
+    { key: "origin", heading: "settings from", value: (s) => s.origin, cell: (s) => s.origin, text: true },
+    ...settings,
+  ];
+}
+
+/** Smaller first, what has no value last whichever way. */
+function compared(first, second, direction) {
+  if (first === null || second === null) return (first === null) - (second === null);
+  if (typeof first === "number" && typeof second === "number") return direction * (first - second);
+  return direction * String(first).localeCompare(String(second), undefined, { numeric: true });
+}
+
+function sorted(series, columns, view) {
+  const column = columns.find((each) => each.key === view.sort) ?? columns[0];
+  return [...series].sort((a, b) => compared(column.value(a), column.value(b), view.direction));
+}
+
+function heading(column, view, redraw) {
+  const active = view.sort === column.key;
+  const order = view.direction > 0 ? "ascending" : "descending";
+  const sort = () => {
+    view.direction = active ? -view.direction : 1;
+    view.sort = column.key;
+    redraw();
+    document.querySelector(`#ranking button[data-key="${CSS.escape(column.key)}"]`).focus();
+  };
+  const button = element("button", { type: "button", "data-key": column.key, click: sort }, column.heading);
+  return element("th", { scope: "col", class: column.text ? "text" : null, "aria-sort": active ? order : "none" }, button);
+}
+
+function copyButton(text, code) {
+  const copy = async () => {
+    try {
+      await navigator.clipboard.writeText(text);
+      button.textContent = "Copied";
+    } catch {
+      getSelection().selectAllChildren(code);
+      button.textContent = "Selected";
+    }
+    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+  };
+  const button = element("button", { type: "button", class: "copy", click: copy }, "Copy");
+  return button;
+}
+
+function runBlock(run) {
+  const code = element("code", {}, run.command);
+  const last = (name) => shown(run[name].at(-1));
+  const words = `seed ${run.seed}: ${run.state}, epoch ${run.epoch}, train ${last("train")}, ` +
+    `test ${last("test")}, ${run.seconds.at(-1).toFixed(1)} s, environment ${run.environment}, in `;
+  return element("div", { class: "run" },
+    element("p", {}, words, element("code", {}, run.folder)),
+    element("div", { class: "command" }, code, copyButton(run.command, code)));
+}
+
+/** Every hyper-parameter of the series, and every run with the command that makes it again. */
+function details(series) {
+  const entries = Object.entries(series.hyper_parameters).map(([name, value]) =>
+    element("div", {}, element("dt", {}, name), element("dd", {}, setting(value))));
+  return element("div", { class: "details" }, element("dl", {}, ...entries), ...series.runs.map(runBlock));
+}
+
+function rows(series, columns, view, redraw) {
+  const open = view.open.has(series.label);
+  const toggle = () => {
+    if (open) view.open.delete(series.label);
+    else view.open.add(series.label);
+    redraw();
+    document.querySelector(`#ranking button[data-label="${CSS.escape(series.label)}"]`).focus();
+  };
+  const more = element("button", {
+    type: "button", class: "more", "aria-expanded": String(open), "data-label": series.label,
+    "aria-label": `Settings and runs of ${series.label}`, click: toggle,
+  }, open ? "−" : "+");
+  const cells = columns.map((column) =>
+    element("td", { class: column.text ? "text" : null, "data-key": column.key }, column.cell(series)));
+  const row = element("tr", { class: series.state, "data-label": series.label }, element("td", {}, more), ...cells);
+  if (!open) return [row];
+  return [row, element("tr", { class: "unfolded" }, element("td", { colspan: columns.length + 1 }, details(series)))];
+}
+
+/** Draw the table of the task as `view` says: sort, direction, filter, level, columns, open. */
+function drawRanking(table, task, view) {
+  const redraw = () => drawRanking(table, task, view);
+  const columns = rankingColumns(task, view);
+  const wanted = view.filter.trim().toLowerCase();
+  const matching = task.series.filter((series) => series.label.toLowerCase().includes(wanted));
+  const body = sorted(matching, columns, view).flatMap((series) => rows(series, columns, view, redraw));
+  const empty = element("tr", {}, element("td", { colspan: columns.length + 1 }, "No method matches."));
+  table.replaceChildren(
+    element("thead", {}, element("tr", {}, element("td"), ...columns.map((column) => heading(column, view, redraw)))),
+    element("tbody", {}, ...(body.length ? body : [empty])));
+}

@@ -1,0 +1,142 @@
+"""Runs as the report sees them: found in folders, read without trust, each in one of three states.
+
+A run of a method that is not registered here is shown like any other. A folder that cannot be read as
+a run is skipped with the reason, so that one broken file does not cost the page.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.run_folder import Metrics, RunError, RunFolder
+from torch_locoprop.study.runner import RunResult
+
+FINISHED, UNFINISHED, DIVERGED = "finished", "unfinished", "diverged"
+
+NEEDED: dict[str, type] = {
+    **{"method": str, "settings": dict, "dataset": str, "model": str, "transfer": str},
+    **{"batch_size": int, "epochs": int, "seed": int},
+}
+"""What the configuration of a run has to say for the page to place it."""
+
+
+class Skipped(NamedTuple):
+    """A folder that looks like a run and cannot be shown."""
+
+    folder: Path
+    reason: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is in a run's folder; `metrics` has at least one line."""
+
+    folder: Path
+    config: dict[str, Any]
+    data: dict[str, Any]
+    environment: dict[str, Any]
+    metrics: tuple[Metrics, ...]
+
+    @property
+    def last(self) -> Metrics:
+        """The last epoch so far."""
+        return self.metrics[-1]
+
+    @property
+    def state(self) -> str:
+        """Whether the run ended as planned, is not there yet, or ended because its loss grew."""
+        if self.last.diverged or not math.isfinite(self.last.train_loss):
+            return DIVERGED
+        return FINISHED if self.last.epoch >= self.config["epochs"] else UNFINISHED
+
+    @property
+    def origin(self) -> str:
+        """Where the method's settings come from."""
+        try:
+            return RunResult(self.folder, RunConfig.from_dict(self.config), self.metrics).origin
+        except ValueError:
+            return "unknown here"
+
+    @property
+    def command(self) -> str:
+        """The command line that makes this run again, whatever the defaults will be then."""
+        words = ["locoprop", "train"]
+        for name in (field.name for field in fields(RunConfig)):
+            if name == "settings":
+                for key, value in self.config["settings"].items():
+                    words += ["--set", f"{key}={_as_option(value)}"]
+            elif name in self.config:
+                words += [f"--{name.replace('_', '-')}", str(self.config[name])]
+        return shlex.join(words)
+
+
+def find(folders: Iterable[Path]) -> tuple[list[Run], list[Skipped]]:
+    """Return all runs in the folders and below them, each once, and what could not be read."""
+    runs, skipped, seen = [], [], set()
+    for folder in _run_folders(folders):
+        if folder.resolve() in seen:
+            continue
+        seen.add(folder.resolve())
+        try:
+            runs.append(read(folder))
+        except (RunError, ValueError, OSError) as error:
+            skipped.append(Skipped(folder, str(error)))
+    return runs, skipped
+
+
+def read(folder: Path) -> Run:
+    """Return the run in this folder; what is wrong with it is a RunError."""
+    files = RunFolder(folder)
+    description = files.description()
+    config, data = _object(description, "config"), _object(description, "data")
+    environment = _object({"environment": {}, **description}, "environment")
+    for name, kind in NEEDED.items():
+        value = config.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise RunError(
+                f"{name} in config.json is {value!r}, which is not of type {kind.__name__}."
+            )
+    try:
+        metrics = files.metrics()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(f"metrics.jsonl has a line that is none ({error}).") from error
+    if not metrics:
+        raise RunError("metrics.jsonl is empty: not even the untrained model was evaluated.")
+    for index, row in enumerate(metrics):
+        numbers = (row.train_loss, row.test_loss, row.seconds, row.memory_mib)
+        if row.epoch != index or not all(isinstance(n, int | float) for n in numbers):
+            raise RunError(f"line {index + 1} of metrics.jsonl is not that of epoch {index}.")
+    return Run(folder, config, data, environment, metrics)
+
+
+def _run_folders(folders: Iterable[Path]) -> Iterator[Path]:
+    for top in folders:
+        for place, inner, files in os.walk(top):
+            inner.sort()
+            if {"config.json", "metrics.jsonl"} <= set(files):
+                yield Path(place)
+
+
+def _object(description: Mapping[str, Any], name: str) -> dict[str, Any]:
+    value = description[name]
+    if not isinstance(value, dict):
+        raise RunError(f"{name} in config.json is {value!r}, which is not an object.")
+    return value
+
+
+def _as_option(value: Any) -> str:
+    """The setting as `--set` reads it: JSON, or a plain word where that is not JSON by accident."""
+    if isinstance(value, str):
+        try:
+            json.loads(value)
+        except ValueError:
+            return value
+    return json.dumps(value)

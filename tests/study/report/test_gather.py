@@ -1,0 +1,209 @@
+"""What is found in folders, what is compared with what, and in which order."""
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+from study.report.made import MACHINE, made
+
+from torch_locoprop.study.commands.shared import TASK, configuration, parsed
+from torch_locoprop.study.report import gather
+from torch_locoprop.study.report.gather import Task
+from torch_locoprop.study.report.runs import find, read
+from torch_locoprop.study.report.series import LOSSES
+
+
+def tasks_in(folder: Path) -> list[Task]:
+    runs, skipped = find([folder])
+    assert not skipped
+    return gather.tasks(runs)
+
+
+def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
+    made(tmp_path / "a" / "deep" / "down", [9.0, 3.0])
+    made(tmp_path / "b", [9.0, 4.0])
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").write_text("{}")  # some other program's
+    runs, skipped = find([tmp_path, tmp_path / "a", tmp_path / "b" / ".." / "b"])
+    assert [run.last.train_loss for run in runs] == [3.0, 4.0]
+    assert not skipped
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "reason"),
+    [
+        ("config.json", "{", "not the description of a run"),
+        ("config.json", "[]", "not the description of a run"),
+        ("config.json", '{"config": 3, "data": {}}', "config in config.json is 3"),
+        ("config.json", '{"config": {"method": 3}, "data": {}}', "method in config.json is 3"),
+        ("metrics.jsonl", "", "not even the untrained model"),
+        ("metrics.jsonl", "{", "a line that is none"),
+        ("metrics.jsonl", "3", "a line that is none"),
+        ("metrics.jsonl", '{"epoch": 0}', "a line that is none"),
+    ],
+)
+def test_a_broken_run_does_not_cost_the_others(
+    tmp_path: Path, file: str, content: str, reason: str
+) -> None:
+    made(tmp_path / "good", [9.0, 3.0])
+    made(tmp_path / "bad", [9.0, 3.0])
+    (tmp_path / "bad" / file).write_text(content)
+    runs, skipped = find([tmp_path])
+    assert [run.folder.name for run in runs] == ["good"]
+    assert [entry.folder.name for entry in skipped] == ["bad"]
+    assert reason in skipped[0].reason
+
+
+def test_a_gap_in_the_metrics_is_not_drawn_over(tmp_path: Path) -> None:
+    files = made(tmp_path / "run", [9.0, 5.0, 3.0])
+    lines = (files.path / "metrics.jsonl").read_text().splitlines()
+    (files.path / "metrics.jsonl").write_text("\n".join(lines[::2]))
+    (entry,) = find([tmp_path])[1]
+    assert "line 2 of metrics.jsonl is not that of epoch 1" in entry.reason
+
+
+def test_what_differs_in_the_task_is_never_ranked_together(tmp_path: Path) -> None:
+    made(tmp_path / "1", [9.0, 3.0])
+    made(tmp_path / "2", [9.0, 4.0], "sgd")
+    others = [{"model": "16-3"}, {"transfer": "relu"}, {"batch_size": 6}, {"epochs": 2}]
+    for index, config in enumerate(others):
+        made(tmp_path / f"other{index}", [9.0, 1.0], **config)
+    files = made(tmp_path / "data", [9.0, 1.0])
+    description = files.description()
+    description["data"]["fingerprint"] = "another"
+    files.begin(description)
+    tasks = tasks_in(tmp_path)
+    assert [len(task.runs) for task in tasks] == [2, 1, 1, 1, 1, 1]
+    assert [series.method for series in tasks[0].series] == ["adam", "sgd"]
+
+
+def test_seeds_of_a_configuration_are_one_series(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 6.0, 2.0], seed=1)
+    made(tmp_path / "b", [8.0, 4.0, 4.0], seed=0)
+    made(tmp_path / "c", [9.0, 5.0, 5.0], settings={"lr": 0.5})
+    made(tmp_path / "d", [9.0, 5.0, 6.0], "sgd")
+    (task,) = tasks_in(tmp_path)
+    assert [series.label for series in task.series] == ["adam lr=0.0022", "adam lr=0.5", "sgd"]
+    first = task.series[0]
+    assert [run.config["seed"] for run in first.runs] == [0, 1]
+    assert first.last(LOSSES["train"]) == (3.0, 2.0, 4.0, 2)
+    assert first.last(LOSSES["test"]) == (4.0, 3.0, 5.0, 2)
+    assert first.curve(LOSSES["train"]) == [
+        (8.5, 8.0, 9.0, 2),
+        (5.0, 4.0, 6.0, 2),
+        (3.0, 2.0, 4.0, 2),
+    ]
+    assert [series.dash for series in task.series] == [0, 1, 0]
+
+
+def test_only_what_finished_has_a_place(tmp_path: Path) -> None:
+    made(tmp_path / "done", [9.0, 6.0, 5.0])
+    made(tmp_path / "half", [9.0, 1.0], "sgd", epochs=2)
+    made(tmp_path / "wild", [9.0, 99.0], "rmsprop", epochs=2, diverged=True)
+    made(tmp_path / "lost", [9.0, 7.0, 4.0], "kfac")
+    made(tmp_path / "lost1", [9.0, math.nan], "kfac", epochs=2, seed=1, diverged=True)
+    (task,) = tasks_in(tmp_path)
+    assert [series.method for series in task.series] == ["adam", "sgd", "kfac", "rmsprop"]
+    assert [series.method for series in task.placed] == ["adam"]
+    remarks = ["", "at epoch 1 of 2", "1 of 2 diverged", "diverged in epoch 1"]
+    assert [series.remark for series in task.series] == remarks
+    kfac = task.series[2]
+    assert kfac.last(LOSSES["train"]) == (4.0, 4.0, 4.0, 1)
+    assert kfac.curve(LOSSES["train"])[1] == (7.0, 7.0, 7.0, 1)
+    assert gather.cautions(task) == ["1 of 5 runs unfinished.", "2 of 5 runs diverged."]
+
+
+def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0])
+    made(tmp_path / "b", [9.0, 5.0], "sgd")
+    (task,) = tasks_in(tmp_path)
+    assert gather.summary(task) == (
+        "adam has the lowest train loss after 1 epochs: 4.00, 20.0 % below sgd (5.00). "
+        "It is also the best on test images: 5.00."
+    )
+    assert gather.cautions(task) == ["The best two have one seed each."]
+    made(tmp_path / "c", [9.0, 6.0], seed=1)
+    (task,) = tasks_in(tmp_path)
+    assert gather.cautions(task) == ["The difference is within the range of the seeds."]
+    made(tmp_path / "d", [9.0, 100.0], seed=2)
+    (task,) = tasks_in(tmp_path)
+    assert "Seeds of adam end far apart: 4.00 to 100.00." in gather.cautions(task)
+
+
+def test_a_summary_without_a_winner(tmp_path: Path) -> None:
+    made(tmp_path / "wild", [9.0, 99.0], epochs=2, diverged=True)
+    assert gather.summary(tasks_in(tmp_path)[0]) == "Every run diverged."
+    made(tmp_path / "half", [9.0, 1.0], "sgd", epochs=2)
+    assert gather.summary(tasks_in(tmp_path)[0]) == "No run has finished yet."
+    made(tmp_path / "done", [9.0, 5.0, 3.0], "kfac")
+    expected = "kfac ends at a train loss of 3.00 after 2 epochs."
+    assert gather.summary(tasks_in(tmp_path)[0]) == expected
+
+
+def test_hyper_parameters_are_the_same_for_all_or_varied(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0])
+    made(tmp_path / "b", [9.0, 5.0], "sgd", schedule="linear")
+    (task,) = tasks_in(tmp_path)
+    assert set(task.same) == {"warmup_epochs", "weight_decay", "precision", "device"}
+    assert set(task.varied) == {"lr", "momentum", "decay", "eps", "schedule"}
+    for series in task.series:
+        known = {**task.about, **series.hyper_parameters, "method": series.method}
+        missing = set(series.runs[0].config) - set(known) - {"settings", "seed"}
+        assert not missing
+
+
+def test_the_view_shows_the_differences_at_the_end(tmp_path: Path) -> None:
+    falling = [500.0, 60.0, 55.0, 54.0, 53.0]
+    made(tmp_path / "a", [*falling, 50.0])
+    made(tmp_path / "b", [*falling, 51.0], "sgd")
+    made(tmp_path / "c", [*falling, 52.0], "rmsprop")
+    made(tmp_path / "d", [*falling, 200.0], "kfac")
+    made(tmp_path / "e", [500.0, 1e9], "muon", epochs=5, diverged=True)
+    (task,) = tasks_in(tmp_path)
+    view = gather.view(task, "train")
+    assert view is not None
+    low, high = view
+    assert low < 50.0
+    assert 55.0 < high < 500.0 * 0.9
+
+
+def test_seconds_on_different_machines_are_marked(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0])
+    made(tmp_path / "b", [9.0, 5.0], "sgd", environment={**MACHINE, "python": "3.12"})
+    assert gather.clock_notes(tasks_in(tmp_path)[0]) == []
+    made(tmp_path / "c", [9.0, 5.0], "kfac", environment={**MACHINE, "machine": "m2"})
+    assert gather.clock_notes(tasks_in(tmp_path)[0]) == ["machine: m1, m2"]
+
+
+def test_the_command_makes_the_same_run(tmp_path: Path) -> None:
+    settings = {"solver": "adam", "regularizer": None, "lr": 3e-7}
+    files = made(tmp_path / "a", [9.0, 4.0], "locoprop-s", settings=settings, seed=5)
+    words = shlex.split(read(files.path).command)
+    assert words[:2] == ["locoprop", "train"]
+    options = list(zip(words[2::2], words[3::2], strict=True))
+    task = {
+        name: json.loads(value) if value.replace("e-", "").replace(".", "").isdigit() else value
+        for option, value in options
+        if (name := option.removeprefix("--").replace("-", "_")) in TASK
+    }
+    given = parsed(value for option, value in options if option == "--set")
+    again = configuration({**task, "method": dict(options)["--method"], "settings": given})
+    assert again == files.config()
+
+
+def test_settings_of_an_unknown_method_are_shown_all_the_same(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0], fields={"method": "mine", "settings": {"word": "null"}})
+    (task,) = tasks_in(tmp_path)
+    assert task.series[0].method == "mine"
+    assert task.runs[0].origin == "unknown here"
+    assert "--set 'word=\"null\"'" in task.runs[0].command
+    assert task.series[0].hyper_parameters["word"] == "null"
+
+
+def test_origin_is_that_of_the_run(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0], "locoprop-m")
+    made(tmp_path / "b", [9.0, 5.0], "locoprop-m", settings={"lr": 1.0})
+    (task,) = tasks_in(tmp_path)
+    assert [run.origin for run in task.runs] == ["reference", "given"]
