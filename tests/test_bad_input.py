@@ -88,7 +88,7 @@ def test_parameters_instead_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (nn.Conv2d(1, 2, 3), "Conv2d"),
+        (nn.Bilinear(2, 3, 4), "Bilinear"),
         (nn.Sequential(nn.LayerNorm(3), nn.Embedding(3, 3)), "LayerNorm"),
         (nn.ReLU(), "It has no parameters"),
     ],

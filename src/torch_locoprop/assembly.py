@@ -61,35 +61,44 @@ def local_problem(
     """
     trained = layer.with_gradient
     group = group_of[layer.given[0]]
-    x = layer.inputs()
+    kind, x = layer.kind, layer.inputs()
     mean = group["local_reduction"] == "mean"
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     target = method.variant.target
     return LocalProblem(
-        layer=layer.kind,
+        layer=kind,
         x=x,
-        start={name: decayed(name, p, group_of[p]) for name, p in trained.items()},
-        fixed={name: p for name, p in layer.tensors.items() if name not in trained},
-        backprop={name: scale * p.grad for name, p in trained.items() if p.grad is not None},
+        start={
+            name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()
+        },
+        fixed={
+            name: kind.matrix(name, p) for name, p in layer.tensors.items() if name not in trained
+        },
+        backprop={
+            name: kind.matrix(name, scale * p.grad)
+            for name, p in trained.items()
+            if p.grad is not None
+        },
         target=target,
         loss=method.variant.loss,
         transfer=layer.transfer or Linear(),
         gamma=group["gamma"],
         eta=group["lr"],
         regularizer=method.regularizer,
-        row_weight=1 / max(len(x), 1) if mean else 1.0,
+        row_weight=1 / max(kind.count(x), 1) if mean else 1.0,
         g=_scaled(layer.gradients(), scale) if "g" in target.needs else None,
         v=_scaled(_post_gradients(layer, x), scale) if "v" in target.needs else None,
         fisher=fisher,
     )
 
 
-def _post_gradients(layer: ServedLayer, x: Tensor) -> Tensor | None:
+def _post_gradients(layer: ServedLayer, x: Any) -> Tensor | None:
     """∂L/∂y: as recorded behind the transfer, or pulled back from ∂L/∂a through one in the loss."""
     recorded, g = layer.post_gradients(), layer.gradients()
     if recorded is not None or layer.transfer is None or g is None:
         return recorded
-    return layer.transfer.pull_back(layer.kind.forward(x, **layer.tensors), g)
+    tensors = {name: layer.kind.matrix(name, p) for name, p in layer.tensors.items()}
+    return layer.transfer.pull_back(layer.kind.forward(x, **tensors), g)
 
 
 def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -> Tensor | None:
@@ -115,8 +124,7 @@ def loss_terms(layers: list[ServedLayer]) -> int:
     for layer in layers:
         if layer.calls and layer.is_output:
             classes = layer.transfer is not None and not layer.transfer.elementwise
-            width = 1 if classes else layer.tensors["weight"].shape[0]
-            terms += width * sum(len(layer.kind.rows(call.x)) for call in layer.calls)
+            terms += (1 if classes else layer.width) * layer.kind.count(layer.inputs())
     return max(terms, 1)
 
 

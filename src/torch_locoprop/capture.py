@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,10 @@ class Capture:
         self._seed: int | None = None  # of the labels drawn in the next forward pass
         self._output_transfer = output_transfer  # tells the predictive distribution
         self._sampling = False
-        self._in_forward: list[tuple[ServedLayer | None, Mark, Tensor]] | None = None
+        self._in_forward: list[_Output] | None = None
         # Layers without a local problem are watched too: what feeds them is not the output.
-        self._watched = {module for module in model.modules() if layer_kind(module)}
+        kinds = {module: layer_kind(module) for module in model.modules()}
+        self._watched = {module: kind for module, kind in kinds.items() if kind is not None}
         for module in (*self._watched, model):
             _remove_inert(module)
         handles: list[Any] = [
@@ -77,7 +78,8 @@ class Capture:
     def _after_layer(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
     ) -> Tensor | None:
-        if module not in self._watched or not isinstance(out, Tensor) or out.grad_fn is None:
+        kind = self._watched.get(module)
+        if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
         layer = self.layers.get(module)
         x: Tensor = args[0] if args else kwargs["input"]
@@ -92,11 +94,11 @@ class Capture:
             recomputed = torch._C._current_graph_task_id() != -1
             traced = self.tracing and not recomputed
             self.tracing |= not layer.decided  # a layer thawed since the last step
-            cell = _Cell(Call(x.detach(), mark, traced=traced, recomputed=recomputed))
+            cell = _Cell(Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed))
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
         if self._in_forward is not None and self._seed is not None:
-            self._in_forward.append((layer, mark, plain))
+            self._in_forward.append(_Output(layer, mark, plain, kind.features))
         return None if plain is out else plain
 
     def _follow_gradients(self, layer: ServedLayer) -> None:
@@ -119,14 +121,14 @@ class Capture:
         recorded = replace(
             cell.call,
             g=g if "g" in layer.needs else None,
-            v=self._post_gradient(cell.call.mark, g) if "v" in layer.needs else None,
+            v=self._post_gradient(layer, cell.call.mark, g) if "v" in layer.needs else None,
             sampled=cell.sampled,
         )
         layer.record(recorded, torch._C._current_graph_task_id())
 
-    def _post_gradient(self, mark: Mark, g: Tensor) -> Tensor | None:
+    def _post_gradient(self, layer: ServedLayer, mark: Mark, g: Tensor) -> Tensor | None:
         """∂L/∂y that this pass left behind the call's transfer, in the shape of ∂L/∂a."""
-        consumer = detection.resolve(mark, g.shape[-1]).consumer
+        consumer = detection.resolve(mark, layer.last_width).consumer
         if consumer is None or consumer.gradient is None:
             return None
         v, consumer.gradient = consumer.gradient.reshape(g.shape), None
@@ -149,34 +151,48 @@ class Capture:
             self._sample(calls, self._seed)
             self._seed += 1
 
-    def _sample(self, calls: list[tuple[ServedLayer | None, Mark, Tensor]], seed: int) -> None:
+    def _sample(self, calls: list[_Output], seed: int) -> None:
         """Send the gradient of a sampled label back to every layer; no parameter is touched."""
         # A bias gradient is a sum over rows, a weight gradient a matrix product: ask for the former.
-        wanted = [layer.trained[-1] for layer, _, _ in calls if layer and layer.trained]
+        wanted = [call.layer.trained[-1] for call in calls if call.layer and call.layer.trained]
         if not wanted:
             return
-        outputs = [
-            (a, layer.transfer if layer is not None and layer.explicit else self._output_transfer)
-            for layer, mark, a in calls
-            if detection.resolve(mark, a.shape[-1]).is_output
-        ]
+        outputs = [call for call in calls if detection.resolve(call.mark, 0).is_output]
         if not outputs:
             raise RuntimeError(
                 "Labels are drawn from the output of the model's last Linear layer, but the model "
                 "ends in something else. Use a variant and a regularizer that need no Fisher matrix."
             )
-        generator = torch.Generator(outputs[0][0].device).manual_seed(seed)
-        gradients = [
-            sampled_output_gradient(transfer or transfers.Linear(), a.detach(), generator)
-            for a, transfer in outputs
-        ]
+        generator = torch.Generator(outputs[0].a.device).manual_seed(seed)
+        gradients = [call.sampled_gradient(self._output_transfer, generator) for call in outputs]
         self._sampling = True
         try:
             torch.autograd.grad(
-                [a for a, _ in outputs], wanted, gradients, retain_graph=True, allow_unused=True
+                [call.a for call in outputs],
+                wanted,
+                gradients,
+                retain_graph=True,
+                allow_unused=True,
             )
         finally:
             self._sampling = False
+
+
+class _Output(NamedTuple):
+    """What a layer's call in the model's forward pass returned."""
+
+    layer: ServedLayer | None
+    mark: Mark
+    a: Tensor
+    features: int  # which dimension of it they are
+
+    def sampled_gradient(self, transfer: Transfer | None, generator: torch.Generator) -> Tensor:
+        """∂L/∂a for labels drawn from what the transfer predicts."""
+        if self.layer is not None and self.layer.explicit:
+            transfer = self.layer.transfer
+        a = self.a.detach().movedim(self.features, -1)
+        found = sampled_output_gradient(transfer or transfers.Linear(), a, generator)
+        return found.movedim(-1, self.features)
 
 
 class _Cell:

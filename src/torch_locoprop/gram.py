@@ -19,7 +19,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Gram:
-    """The products of the rows X ``[..., rows, n]`` with themselves and with the bias's constant one."""
+    """The products of the rows X ``[..., rows, n]`` with themselves and with a constant one."""
 
     square: Tensor  # XᵀX [..., n, n]
     total: Tensor  # Xᵀ1 [..., n]

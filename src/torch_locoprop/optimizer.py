@@ -233,7 +233,8 @@ class LocoProp(WithFallback):
         layer.count_skip(~ok)
         for name, value in new.items():
             parameter = layer.tensors[name]
-            parameter.copy_(torch.where(ok, value, parameter))
+            solution = layer.kind.restored(name, value, parameter)
+            parameter.copy_(torch.where(ok, solution, parameter))
             state = self.state[parameter]
             if all(_fits(state.get(key), entry) for key, entry in states[name].items()):
                 for key, entry in states[name].items():

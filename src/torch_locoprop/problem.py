@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_locoprop.gram import Gram, saves_work
+from torch_locoprop.gram import Gram
 from torch_locoprop.layers import Layer
 from torch_locoprop.losses import LocalLoss
 from torch_locoprop.regularizers import Metric, Regularizer
@@ -33,7 +34,7 @@ class LocalProblem:
     """``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer."""
 
     layer: Layer
-    x: Tensor  # [..., rows, n], the layer's input
+    x: Any  # the layer's inputs as its kind keeps them; for a linear layer [..., rows, n]
     start: Tensors  # W: the trained ones of "weight" [..., d, n] and "bias" [..., d]
     fixed: Tensors  # the frozen ones
     backprop: Tensors  # G: the ordinary gradient of each tensor in start
@@ -91,8 +92,7 @@ class LocalProblem:
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
         d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
-        rows, n = self.x.shape[-2:]
-        return Gram.of(self.x) if saves_work(rows, d, n, local_steps - 1) else None
+        return self.layer.gram(self.x, d, local_steps - 1)
 
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
         """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ class Call:
 
     x: Tensor
     mark: Mark  # of the call's node in the autograd graph, which tells calls apart
+    shape: torch.Size  # of the output
     g: Tensor | None = None  # ∂L/∂a, where asked for
     v: Tensor | None = None  # ∂L/∂y, where asked for and the transfer is in the graph
     sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, where asked for
@@ -70,7 +72,13 @@ class ServedLayer:
 
     @property
     def width(self) -> int:
-        return self.tensors["weight"].shape[0]
+        """The number of features d."""
+        return int(getattr(self.kind, "d", self.tensors["weight"].shape[0]))
+
+    @property
+    def last_width(self) -> int:
+        """The last dimension of the output if that holds the features; otherwise 0."""
+        return self.width if self.kind.features == -1 else 0
 
     def record(self, call: Call, backward_pass: int) -> None:
         """Note a call that a backward pass went through; it counts once gradients accumulate."""
@@ -128,13 +136,14 @@ class ServedLayer:
         return any(call.x.numel() > 0 for call in self.calls)
 
     def findings(self) -> list[Finding]:
-        return [detection.resolve(call.mark, self.width) for call in self.calls]
+        return [detection.resolve(call.mark, self.last_width) for call in self.calls]
 
-    def inputs(self) -> Tensor:
-        """X ``[rows, n]``: the inputs of all calls, one below the other."""
-        weight = self.tensors["weight"]
-        rows = self._joined([call.x for call in self.calls])
-        return weight.new_empty(0, weight.shape[1]) if rows is None else rows
+    def inputs(self) -> Any:
+        """X: the inputs of all calls, as the layer kind keeps them."""
+        calls = self.calls
+        return self.kind.collect(
+            [call.x for call in calls], [call.shape for call in calls], self.tensors["weight"]
+        )
 
     def gradients(self) -> Tensor | None:
         """∂L/∂a ``[rows, d]``, where recorded."""
@@ -155,7 +164,7 @@ class ServedLayer:
         rows = [self.kind.rows(t).to(dtype) for t in tensors if t is not None]
         if not rows or len(rows) < len(tensors):
             return None
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

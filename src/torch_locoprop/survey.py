@@ -21,10 +21,12 @@ class Unserved:
     parameters: tuple[nn.Parameter, ...]
 
 
-def survey(model: nn.Module, given: set[nn.Parameter]) -> tuple[list[ServedLayer], list[Unserved]]:
+def survey(
+    model: nn.Module, given: set[nn.Parameter], kinds: type[nn.Module] = nn.Module
+) -> tuple[list[ServedLayer], list[Unserved]]:
     """Every module with parameters ends up in exactly one of the two lists.
 
-    ``given`` are the parameters the optimizer was asked to train.
+    ``given`` are the parameters the optimizer was asked to train, ``kinds`` the modules it serves.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
@@ -35,7 +37,7 @@ def survey(model: nn.Module, given: set[nn.Parameter]) -> tuple[list[ServedLayer
     unserved: list[Unserved] = []
     for name, module in model.named_modules():
         own = tuple(module.parameters(recurse=False))
-        kind = layer_kind(module)
+        kind = layer_kind(module) if isinstance(module, kinds) else None
         reason = kind.refuses(module) if kind else "no local problem for this kind of module"
         ours = [p for p in own if p in given]
         reason = reason or _tied(module, owners)

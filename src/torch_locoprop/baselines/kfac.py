@@ -211,7 +211,8 @@ class KFAC(WithFallback):
 
     def _attach(self) -> None:
         """Find the linear layers of the model and put the hooks on them."""
-        self._layers, self._unserved = survey(self._model, set(self._model.parameters()))
+        every = set(self._model.parameters())
+        self._layers, self._unserved = survey(self._model, every, kinds=nn.Linear)
         if not self._layers:
             raise ValueError("The model has no linear layer that K-FAC can serve.")
         for layer in self._layers:

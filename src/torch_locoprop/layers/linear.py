@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+from torch_locoprop.gram import Gram, saves_work
 
 
 class LinearLayer:
     """The local problem's view of ``nn.Linear``; leading dimensions are free."""
 
     kind = "Linear"
+    features = -1
 
     def refuses(self, module: nn.Module) -> str | None:
         if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
             return f"{type(module).__name__} has a forward of its own"
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention does not call its projections"
-        if not isinstance(module._parameters.get("weight"), nn.Parameter):
-            return "its weight is computed (parametrized), not a parameter"
-        return None
+        return refuses_computed(module)
+
+    def matrix(self, name: str, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def restored(self, name: str, matrix: Tensor, like: Tensor) -> Tensor:
+        return matrix
+
+    def collect(self, inputs: Sequence[Tensor], outputs: Sequence[Any], like: Tensor) -> Tensor:
+        rows = [self.rows(x).to(like.dtype) for x in inputs]
+        if not rows:
+            return like.new_empty(0, like.shape[1])
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def count(self, x: Tensor) -> int:
+        return x.shape[-2]
 
     def rows(self, tensor: Tensor) -> Tensor:
         return tensor.reshape(-1, tensor.shape[-1])
@@ -36,6 +55,21 @@ class LinearLayer:
         return {"weight": delta.mT @ x, "bias": delta.sum(-2)}
 
     def inputs(self, x: Tensor, weight: bool, bias: bool) -> Tensor:
-        columns = [x] if weight else []
-        columns += [torch.ones_like(x[..., :1])] if bias else []
-        return torch.cat(columns, dim=-1)
+        return with_ones(x, weight, bias)
+
+    def gram(self, x: Tensor, d: int, gradients: int) -> Gram | None:
+        rows, n = x.shape[-2:]
+        return Gram.of(x) if saves_work(rows, d, n, gradients) else None
+
+
+def refuses_computed(module: nn.Module) -> str | None:
+    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        return "its weight is computed (parametrized), not a parameter"
+    return None
+
+
+def with_ones(x: Tensor, weight: bool, bias: bool) -> Tensor:
+    """The columns of x, if the weight is trained, then a constant one, if the bias is."""
+    columns = [x] if weight else []
+    columns += [torch.ones_like(x[..., :1])] if bias else []
+    return torch.cat(columns, dim=-1)
