@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from torch_locoprop.study import datasets, methods, models
+from torch_locoprop.study import datasets, methods, models, tensorboard
 
 METHODS = (
     f"Methods: {', '.join(methods.names())}. Those that renew a preconditioner every k steps are "
@@ -75,6 +75,15 @@ Device = Annotated[
 ]
 DataDir = Annotated[
     Path | None, typer.Option(help="A folder with data sets that you have already.")
+]
+TensorBoard = Annotated[
+    Path | None,
+    typer.Option(
+        "--tensorboard",
+        metavar="DIR",
+        callback=tensorboard.checked,
+        help="Log each epoch for TensorBoard too, in a subfolder of this one for each run.",
+    ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]

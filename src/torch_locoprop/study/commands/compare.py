@@ -38,6 +38,7 @@ def compare(
         "runs"
     ),
     data_dir: options.DataDir = None,
+    logs: options.TensorBoard = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -66,7 +67,15 @@ def compare(
         configs.append(configuration({**task, "method": name, "settings": own}))
     data = load(configs[0].dataset, data_dir, quiet)
     results = [
-        run_in(each, out / each.name(data.fingerprint), data, data_dir, quiet=quiet, resume=True)
+        run_in(
+            each,
+            out / each.name(data.fingerprint),
+            data,
+            data_dir,
+            quiet=quiet,
+            resume=True,
+            logs=logs,
+        )
         for each in configs
     ]
     results = display.ranked(results)

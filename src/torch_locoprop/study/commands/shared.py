@@ -13,10 +13,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from torch_locoprop.study import datasets, display
+from torch_locoprop.study import datasets, display, tensorboard
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset
-from torch_locoprop.study.run_folder import RunFolder
+from torch_locoprop.study.run_folder import Metrics, RunFolder
 from torch_locoprop.study.runner import RunResult, result_of, run
 
 INTERRUPTED = 130
@@ -95,13 +95,22 @@ def run_in(
     *,
     quiet: bool,
     resume: bool,
+    logs: Path | None = None,
 ) -> RunResult:
     """The run with its progress on standard error; Ctrl-C ends the program and says what to do."""
     console = Console(stderr=True, highlight=False, markup=False)
     there = resume and RunFolder(folder).exists and result_of(folder).finished
     try:
-        with display.watching(console, config.method, config.epochs, quiet=quiet) as watch:
-            result = run(config, folder, resume=resume, data=data, on_epoch=watch)
+        with (
+            display.watching(console, config.method, config.epochs, quiet=quiet) as watch,
+            tensorboard.logging(logs, config, RunFolder(folder), data) as log,
+        ):
+
+            def on_epoch(row: Metrics) -> None:
+                watch(row)
+                log(row)
+
+            result = run(config, folder, resume=resume, data=data, on_epoch=on_epoch)
     except KeyboardInterrupt:
         words = ["locoprop", "train", "--resume", "--out", str(folder)]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]

@@ -45,6 +45,7 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run that is in the folder, if any.")
     ] = False,
     data_dir: options.DataDir = None,
+    logs: options.TensorBoard = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
@@ -75,7 +76,7 @@ def train(
     )
     data = load(chosen.dataset, data_dir, quiet)
     folder = out or Path("runs") / chosen.name(data.fingerprint)
-    result = run_in(chosen, folder, data, data_dir, quiet=quiet, resume=resume)
+    result = run_in(chosen, folder, data, data_dir, quiet=quiet, resume=resume, logs=logs)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:
