@@ -14,6 +14,11 @@ from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import find, read
 from torch_locoprop.study.report.series import LOSSES
 
+ROW = (
+    '{"epoch": 0, "train_loss": 1, "test_loss": 1, "seconds": %s, "memory_mib": 1, '
+    '"diverged": false}'
+)
+
 
 def tasks_in(folder: Path) -> list[Task]:
     runs, skipped = find([folder])
@@ -42,6 +47,8 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
         ("metrics.jsonl", "{", "a line that is none"),
         ("metrics.jsonl", "3", "a line that is none"),
         ("metrics.jsonl", '{"epoch": 0}', "a line that is none"),
+        ("metrics.jsonl", ROW % '"1"', "line 1 of metrics.jsonl is not that of epoch 0"),
+        ("metrics.jsonl", ROW % "NaN", "line 1 of metrics.jsonl is not that of epoch 0"),
     ],
 )
 def test_a_broken_run_does_not_cost_the_others(
@@ -98,6 +105,17 @@ def test_seeds_of_a_configuration_are_one_series(tmp_path: Path) -> None:
     assert [series.dash for series in task.series] == [0, 1, 0]
 
 
+def test_labels_are_short_where_they_stay_different(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 3.0], settings={"lr": 0.123456})
+    made(tmp_path / "b", [9.0, 4.0], settings={"lr": 0.2})
+    (task,) = tasks_in(tmp_path)
+    assert [series.label for series in task.series] == ["adam lr=0.1235", "adam lr=0.2"]
+    made(tmp_path / "c", [9.0, 5.0], settings={"lr": 0.123457})
+    (task,) = tasks_in(tmp_path)
+    labels = ["adam lr=0.123456", "adam lr=0.2", "adam lr=0.123457"]
+    assert [series.label for series in task.series] == labels
+
+
 def test_only_what_finished_has_a_place(tmp_path: Path) -> None:
     made(tmp_path / "done", [9.0, 6.0, 5.0])
     made(tmp_path / "half", [9.0, 1.0], "sgd", epochs=2)
@@ -120,7 +138,7 @@ def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_p
     made(tmp_path / "b", [9.0, 5.0], "sgd")
     (task,) = tasks_in(tmp_path)
     assert gather.summary(task) == (
-        "adam has the lowest train loss after 1 epochs: 4.00, 20.0 % below sgd (5.00). "
+        "adam has the lowest train loss after 1 epoch: 4.00, 20.0 % below sgd (5.00). "
         "It is also the best on test images: 5.00."
     )
     assert gather.cautions(task) == ["The best two have one seed each."]
@@ -135,6 +153,7 @@ def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_p
 def test_a_summary_without_a_winner(tmp_path: Path) -> None:
     made(tmp_path / "wild", [9.0, 99.0], epochs=2, diverged=True)
     assert gather.summary(tasks_in(tmp_path)[0]) == "Every run diverged."
+    assert gather.view(tasks_in(tmp_path)[0], "train") is None
     made(tmp_path / "half", [9.0, 1.0], "sgd", epochs=2)
     assert gather.summary(tasks_in(tmp_path)[0]) == "No run has finished yet."
     made(tmp_path / "done", [9.0, 5.0, 3.0], "kfac")
@@ -175,6 +194,9 @@ def test_seconds_on_different_machines_are_marked(tmp_path: Path) -> None:
     assert gather.clock_notes(tasks_in(tmp_path)[0]) == []
     made(tmp_path / "c", [9.0, 5.0], "kfac", environment={**MACHINE, "machine": "m2"})
     assert gather.clock_notes(tasks_in(tmp_path)[0]) == ["machine: m1, m2"]
+    made(tmp_path / "d", [9.0, 5.0], "muon", fields={"precision": "tf32"})
+    notes = ["machine: m1, m2", "precision: fp32, tf32"]
+    assert gather.clock_notes(tasks_in(tmp_path)[0]) == notes
 
 
 def test_the_command_makes_the_same_run(tmp_path: Path) -> None:

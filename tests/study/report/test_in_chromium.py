@@ -159,6 +159,17 @@ def test_curves_are_those_of_the_files(shown: Any, runs: dict[str, RunFolder]) -
     assert lines == [[row.test_loss for row in runs[name].metrics()] for name in ("m0", "m1")]
 
 
+def test_a_hover_reads_all_series(shown: Any) -> None:
+    box = shown.locator("#plot .nsewdrag").first.bounding_box()
+    shown.mouse.move(box["x"] + 0.98 * box["width"], box["y"] + box["height"] / 2)
+    label = shown.locator("#plot .hoverlayer .legend")
+    label.wait_for()
+    text = label.text_content()
+    assert text.startswith("epoch 3")
+    assert "locoprop-m : 10.50 (10.00 to 11.00, 2 of 2 seeds)" in text
+    assert "adam : 19.00" in text
+
+
 def test_the_band_spans_the_seeds(shown: Any, runs: dict[str, RunFolder]) -> None:
     (band,) = shown.evaluate(
         "document.getElementById('plot').data.filter(t => t.fill).map(t => Array.from(t.y))"
@@ -196,6 +207,7 @@ def test_the_legend_hides_and_shows(shown: Any) -> None:
     shown.keyboard.press("Enter")
     assert entry.get_attribute("aria-pressed") == "false"
     assert "adam" not in curves(shown)
+    assert shown.locator("#out-of-view").inner_text().startswith("4 of 5 series are drawn")
     shown.keyboard.press("Space")  # the focus is where it was
     assert "adam" in curves(shown)
     shown.get_by_role("button", name="Hide all").click()

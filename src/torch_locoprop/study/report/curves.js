@@ -97,12 +97,11 @@ function crosses(series, choice, top) {
 function verticalRange(task, choice, hidden) {
   if (choice.range === "final") return task.view[choice.loss];
   const steady = task.series.filter((series, at) => series.state !== "diverged" && !hidden.has(at));
-  const values = steady.flatMap((series) => [
-    ...series.curve[choice.loss].low,
-    ...series.curve[choice.loss].high,
-  ]).filter((value) => value !== null);
-  if (!values.length) return null;
-  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const known = (name) => steady.flatMap((series) => series.curve[choice.loss][name])
+    .filter((value) => value !== null);
+  const low = known("low").reduce((a, b) => Math.min(a, b), Infinity);
+  const high = known("high").reduce((a, b) => Math.max(a, b), -Infinity);
+  if (low > high) return null;
   const margin = 0.03 * (high - low) || 1;
   return [low - margin, high + margin];
 }
@@ -150,7 +149,6 @@ function layout(task, choice, range) {
   return {
     xaxis: axis(choice.x === "seconds" ? "seconds of training" : "epoch", {
       range: [0, 1.01 * end],
-      showline: true,
       unifiedhovertitle: { text: "epoch %{x}" },
     }),
     yaxis: vertical(choice, range),

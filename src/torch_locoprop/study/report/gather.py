@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from torch_locoprop.study.palette import colour
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.report.series import LOSSES, TASK, Series, Spread
 
@@ -109,10 +108,10 @@ def _series(runs: Iterable[Run]) -> tuple[Series, ...]:
     ranked = sorted((Series("", 0, group) for group in groups), key=_rank)
     by_colour: dict[str, int] = {}
     named = []
-    for series in ranked:
-        used = by_colour.setdefault(colour(series.method), 0)
-        by_colour[colour(series.method)] += 1
-        named.append(Series(_label(series, ranked), used, series.runs))
+    for series, label in zip(ranked, _labels(ranked), strict=True):
+        used = by_colour.get(series.colour, 0)
+        by_colour[series.colour] = used + 1
+        named.append(Series(label, used, series.runs))
     return tuple(named)
 
 
@@ -121,12 +120,20 @@ def _rank(series: Series) -> tuple[int, float, str]:
     return order.index(series.state), series.final, series.method
 
 
-def _label(series: Series, others: Sequence[Series]) -> str:
+def _labels(ranked: Sequence[Series]) -> list[str]:
+    """The names of the series, no two alike, with four digits of numbers where that is enough."""
+    short = [_label(series, ranked, ".4g") for series in ranked]
+    if len(set(short)) == len(short):
+        return short
+    return [_label(series, ranked, "") for series in ranked]
+
+
+def _label(series: Series, others: Sequence[Series], digits: str) -> str:
     """The method's name, with what tells the series from those of the same method."""
     own = series.hyper_parameters
     rivals = [other.hyper_parameters for other in others if other.method == series.method]
     differing = [
-        f"{name}={value}"
+        f"{name}={format(value, digits) if isinstance(value, float) else value}"
         for name, value in own.items()
         if any(other.get(name) != value for other in rivals)
     ]
@@ -159,13 +166,13 @@ def summary(task: Task) -> str:
         states = {series.state for series in task.series}
         return "Every run diverged." if states == {DIVERGED} else "No run has finished yet."
     best, *others = task.placed
-    epochs = task.about["epochs"]
+    epochs = "1 epoch" if task.about["epochs"] == 1 else f"{task.about['epochs']} epochs"
     if not others:
-        return f"{best.label} ends at a train loss of {best.final:.2f} after {epochs} epochs."
+        return f"{best.label} ends at a train loss of {best.final:.2f} after {epochs}."
     second = others[0]
     below = 100 * (second.final - best.final) / second.final if second.final else 0.0
     first = (
-        f"{best.label} has the lowest train loss after {epochs} epochs: {best.final:.2f}, "
+        f"{best.label} has the lowest train loss after {epochs}: {best.final:.2f}, "
         f"{below:.1f} % below {second.label} ({second.final:.2f})."
     )
     by_test = min(task.placed, key=lambda series: _last(series, "test").mean)

@@ -70,7 +70,11 @@ function drawLegend() {
 
 function drawNotes() {
   const above = aboveView(task, choice, hidden).map((series) => `${series.label} (${legendValue(series)})`);
-  byId("out-of-view").textContent = above.length ? `Ends above the view: ${above.join(", ")}.` : "";
+  const total = task.series.length;
+  byId("out-of-view").textContent = [
+    hidden.size ? `${total - hidden.size} of ${total} series are drawn; press one in the list to see it.` : "",
+    above.length ? `Ends above the view: ${above.join(", ")}.` : "",
+  ].join(" ");
   const clock = byId("clock");
   clock.hidden = choice.x !== "seconds";
   clock.classList.toggle("warning", task.clock.length > 0);
@@ -89,8 +93,10 @@ function drawAll() {
 function drawTasks() {
   const place = byId("tasks");
   place.hidden = report.tasks.length < 2;
+  const alike = (each) => report.tasks.filter((other) => other.title === each.title).length > 1;
+  const name = (each) => (alike(each) ? `${each.title} · ${each.details}` : each.title);
   const buttons = report.tasks.map((each, at) =>
-    pressable(each.title, each === task, () => show(each), { "data-focus": `task ${at}`, title: each.details }));
+    pressable(name(each), each === task, () => show(each), { "data-focus": `task ${at}`, title: each.details }));
   replaceKeepingFocus(place, buttons);
 }
 

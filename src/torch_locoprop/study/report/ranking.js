@@ -63,7 +63,7 @@ function rankingColumns(task, view) {
     key: `setting ${name}`,
     heading: name,
     value: (series) => series.hyper_parameters[name] ?? null,
-    cell: (series) => (name in series.hyper_parameters ? setting(series.hyper_parameters[name]) : ""),
+    cell: (series) => (Object.hasOwn(series.hyper_parameters, name) ? setting(series.hyper_parameters[name]) : ""),
   }));
   return [
     { key: "place", heading: "#", value: (s) => s.place, cell: (s) => whole(s.place) },

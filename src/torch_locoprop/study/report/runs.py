@@ -112,7 +112,8 @@ def read(folder: Path) -> Run:
         raise RunError("metrics.jsonl is empty: not even the untrained model was evaluated.")
     for index, row in enumerate(metrics):
         numbers = (row.train_loss, row.test_loss, row.seconds, row.memory_mib)
-        if row.epoch != index or not all(isinstance(n, int | float) for n in numbers):
+        known = all(isinstance(number, int | float) for number in numbers)
+        if row.epoch != index or not known or not all(map(math.isfinite, numbers[2:])):
             raise RunError(f"line {index + 1} of metrics.jsonl is not that of epoch {index}.")
     return Run(folder, config, data, environment, metrics)
 
