@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_locoprop.assignment import effective_variant
 from torch_locoprop.fisher import running_average, second_moment
-from torch_locoprop.groups import Group, decayed
+from torch_locoprop.groups import Group, decayed, numbers
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.served import ServedLayer
@@ -53,8 +54,9 @@ def local_problem(
     group_of: dict[nn.Parameter, Group],
     fisher: Tensor | None,
     loss_terms: int,
+    relative: bool,
 ) -> LocalProblem:
-    """The problem over the layer's tensors that have a gradient.
+    """The problem over the layer's tensors that have a gradient, or over their displacements.
 
     Numbers of the problem as a whole (γ, η, the reduction) are those of the weight's group, with
     which the bias's must agree; ``loss_terms`` is how many terms a loss that sums has, otherwise 1.
@@ -65,12 +67,13 @@ def local_problem(
     mean = group["local_reduction"] == "mean"
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     target = method.variant.target
+    start = {name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()}
+    base = start if relative else {}
+    start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
     return LocalProblem(
         layer=kind,
         x=x,
-        start={
-            name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()
-        },
+        start=start,
         fixed={
             name: kind.matrix(name, p) for name, p in layer.tensors.items() if name not in trained
         },
@@ -83,12 +86,13 @@ def local_problem(
         loss=method.variant.loss,
         transfer=layer.transfer or Linear(),
         gamma=group["gamma"],
-        eta=group["lr"],
+        eta=numbers(group).lr,
         regularizer=method.regularizer,
         row_weight=1 / max(kind.count(x), 1) if mean else 1.0,
         g=_scaled(layer.gradients(), scale) if "g" in target.needs else None,
         v=_scaled(_post_gradients(layer, x), scale) if "v" in target.needs else None,
         fisher=fisher,
+        base=base,
     )
 
 

@@ -16,7 +16,7 @@ from torch_locoprop.transfers import Transfer
 
 Group = dict[str, Any]
 
-_BOOKKEEPING = ("params", "initial_lr", "fallback", "steps")
+_BOOKKEEPING = ("params", "initial_lr", "local_lr", "fallback", "steps")
 
 
 def checked_group(
@@ -93,8 +93,14 @@ def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[G
 
 
 def numbers(group: Group) -> Numbers:
-    """The solver's numbers of a group."""
-    return Numbers(group["lr"], group["momentum"], group["decay"], group["eps"])
+    """The solver's numbers of a group.
+
+    Where an outer optimizer makes the step, schedules move its learning rate, and the local problem
+    keeps the one it began with.
+    """
+    local = group.get("local_lr")
+    lr = group["lr"] if local is None else local
+    return Numbers(lr, group["momentum"], group["decay"], group["eps"])
 
 
 def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:

@@ -31,9 +31,10 @@ from torch_locoprop.groups import (
     warn_of_ignored,
 )
 from torch_locoprop.lanes import lanes
+from torch_locoprop.outer import APPLY, Outer, OuterFactory, as_gradient, outer_factor
 from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.served import ServedLayer
-from torch_locoprop.settings import Components
+from torch_locoprop.settings import Components, unknown
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import layer_row, table, unserved_row
 from torch_locoprop.survey import Unserved, survey
@@ -74,6 +75,11 @@ class LocoProp(WithFallback):
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every output layer; name the others of a model with several heads in ``transfers``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
+        apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
+            displacement, as a gradient, to the optimizer that ``outer`` makes.
+        outer: makes that optimizer, or a list of several, of the parameters it is given. Schedules
+            of this optimizer's lr act on it: its learning rates are multiplied by lr over the lr
+            given here, while the local problem keeps the latter.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they
             get ``AdamW(lr=1e-3)`` and you get a warning. Its groups stand after the local ones in
             ``param_groups``: schedulers that take one number for each group take one for it too.
@@ -101,6 +107,8 @@ class LocoProp(WithFallback):
         transfers: Mapping[str, str | Transfer] | None = None,
         output_transfer: str | Transfer | None = None,
         loss_fn: Callable[..., Any] | None = None,
+        apply: str = "replace",
+        outer: OuterFactory | None = None,
         fallback: FallbackFactory | None = None,
         param_groups: Iterable[Mapping[str, Any]] | None = None,
     ) -> None:
@@ -135,6 +143,7 @@ class LocoProp(WithFallback):
             "local_decay": local_decay,
             "local_reduction": local_reduction,
             "maximize": maximize,
+            "local_lr": None,  # that of the local problem, where it is not lr
             "fallback": False,  # whose group it is
             "steps": 0,  # taken so far
         }
@@ -149,6 +158,7 @@ class LocoProp(WithFallback):
         warn_of_ignored(groups, checked, local)
         super().__init__(restricted(checked, local), defaults)
         self._attach()
+        self._outer = self._make_outer(apply, outer)
         rest = [p for group in checked for p in group["params"] if p not in local]
         self._add_to_fallback(rest, fallback)
 
@@ -172,11 +182,14 @@ class LocoProp(WithFallback):
                 decide(layer, self._output_transfer, self._loss_transfer)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
+        directions: dict[nn.Parameter, Tensor] = {}
         with lanes() as lane:
             for layer in self._layers:
                 if layer.with_gradient:
                     with lane():
-                        self._solve(layer, group_of, terms)
+                        directions |= self._solve(layer, group_of, terms)
+        if self._outer is not None:
+            self._outer.step(directions, lambda p: outer_factor(group_of[p]))
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1
@@ -186,15 +199,17 @@ class LocoProp(WithFallback):
         self._report_skips()
         return loss
 
-    def _solve(self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int) -> None:
-        """Form one layer's local problem, solve it, and write the solution."""
+    def _solve(
+        self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int
+    ) -> dict[nn.Parameter, Tensor]:
+        """Solve one layer's local problem and write the solution, or return it as a gradient."""
         trained = layer.with_gradient
         owner, parameter = next(iter(trained.items()))
         group = group_of[layer.given[0]]
         method = method_for(layer, group, self._components)
         if not layer.calls:
             if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
-                return
+                return {}
             self._warn_once(
                 layer.name,
                 f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
@@ -205,7 +220,7 @@ class LocoProp(WithFallback):
         if fisher is None and asks_for_fisher(method):
             method = self._without_fisher(layer, method)
         new, states = method.solver.solve(
-            local_problem(layer, method, group_of, fisher, terms),
+            local_problem(layer, method, group_of, fisher, terms, self._outer is not None),
             {name: _like(p, self.state[p], without="fisher") for name, p in trained.items()},
             {name: numbers(group_of[p]) for name, p in trained.items()},
             method.local_steps,
@@ -213,7 +228,16 @@ class LocoProp(WithFallback):
         )
         if fisher is not None:
             states[owner]["fisher"] = fisher
-        self._write(layer, new, states)
+        ok = self._all_finite(layer, new, states)
+        self._keep(layer, states, ok)
+        solution = {
+            layer.tensors[n]: layer.kind.restored(n, t, layer.tensors[n]) for n, t in new.items()
+        }
+        if self._outer is not None:
+            return {p: as_gradient(p, moved, ok, group_of[p]) for p, moved in solution.items()}
+        for p, value in solution.items():
+            p.copy_(torch.where(ok, value, p))
+        return {}
 
     def _without_fisher(self, layer: ServedLayer, method: Method) -> Method:
         """A layer first used between two samplings takes a BackProp step, and the next is sampled."""
@@ -225,23 +249,24 @@ class LocoProp(WithFallback):
         self._fisher_missing = True
         return backprop_step(method)
 
-    def _write(self, layer: ServedLayer, new: Tensors, states: dict[str, Tensors]) -> None:
-        """Write a solution and its state; if anything in them is not finite, write nothing."""
+    def _all_finite(self, layer: ServedLayer, new: Tensors, states: dict[str, Tensors]) -> Tensor:
+        """Whether a solution and its state may be written; the layer counts those that may not."""
         values = [*new.values(), *(value for state in states.values() for value in state.values())]
         device = values[0].device
         ok = torch.stack([value.isfinite().all().to(device) for value in values]).all()
         layer.count_skip(~ok)
-        for name, value in new.items():
-            parameter = layer.tensors[name]
-            solution = layer.kind.restored(name, value, parameter)
-            parameter.copy_(torch.where(ok, solution, parameter))
-            state = self.state[parameter]
-            if all(_fits(state.get(key), entry) for key, entry in states[name].items()):
-                for key, entry in states[name].items():
+        return ok
+
+    def _keep(self, layer: ServedLayer, states: dict[str, Tensors], ok: Tensor) -> None:
+        """Keep the solver's states, if all is finite."""
+        for name, new in states.items():
+            state = self.state[layer.tensors[name]]
+            if all(_fits(state.get(key), entry) for key, entry in new.items()):
+                for key, entry in new.items():
                     # In place, so that a step captured as a graph goes on from where it was.
                     state[key].copy_(torch.where(ok.to(entry.device), entry, state[key]))
             elif bool(ok):
-                state.update(states[name])
+                state.update(new)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -280,6 +305,7 @@ class LocoProp(WithFallback):
         solvers = [self._components.solver(group) for group in self._local_groups()]
         return (
             self._fallback is None
+            and self._outer is None
             and all(isinstance(solver, FirstOrder) for solver in solvers)
             and not any("fisher" in layer.needs for layer in self._layers)
         )
@@ -291,6 +317,11 @@ class LocoProp(WithFallback):
         if not self._attached:  # called by the constructor, which has checked and divided them
             super().add_param_group(param_group)
             return
+        if self._outer is not None:
+            raise ValueError(
+                "The outer optimizer trains the parameters it was made for. To add some, make a new "
+                "LocoProp."
+            )
         group = self._checked({**self.defaults, **param_group})
         known = {p for own in self.param_groups for p in own["params"]}
         if known & set(group["params"]):
@@ -304,13 +335,23 @@ class LocoProp(WithFallback):
         rest = [p for p in group["params"] if p not in local]
         self._add_to_fallback(rest, self._fallback_factory)
 
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self._outer is None else {**state, "outer": self._outer.state_dict()}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if ("outer" in state_dict) != (self._outer is not None):
+            raise ValueError(
+                "The state dict and this optimizer differ in apply=: one has an outer optimizer."
+            )
         for group in state_dict["param_groups"]:
             if "fallback" not in group:
                 raise ValueError("This is not the state dict of a LocoProp optimizer.")
             if not group["fallback"]:
                 self._check_loaded(group)
         super().load_state_dict(state_dict)
+        if self._outer is not None:
+            self._outer.load_state_dict(state_dict["outer"])
         self._link_fallback()
         self._plan_capture()
 
@@ -326,7 +367,7 @@ class LocoProp(WithFallback):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
-            "_fallback _warned _fisher_missing"
+            "_fallback _outer _warned _fisher_missing"
         )
         own = {name: getattr(self, name) for name in kept.split()}
         own |= {"_fallback_factory": None, "_attached": False}
@@ -339,6 +380,27 @@ class LocoProp(WithFallback):
             self._link_fallback()
 
     # ---- plumbing ------------------------------------------------------------------------------
+
+    def _make_outer(self, apply: str, factory: OuterFactory | None) -> Outer | None:
+        """The optimizer that takes displacements for gradients, where the user asked for one."""
+        if apply not in APPLY:
+            raise ValueError(unknown("apply", apply, APPLY))
+        if (apply == "gradient") != (factory is not None):
+            raise ValueError(
+                'apply="gradient" hands the local displacement to an optimizer that outer= makes: '
+                "give both, such as outer=lambda params: torch.optim.AdamW(params, lr=1e-3), or none."
+            )
+        if factory is None:
+            return None
+        for group in self._local_groups():
+            if group["weight_decay"] != 0 or not float(group["lr"]) > 0:
+                raise ValueError(
+                    f"Invalid weight_decay={group['weight_decay']}, lr={group['lr']}. With "
+                    'apply="gradient", weight decay is a setting of outer=, and lr, which shapes '
+                    "the local problem, must be > 0."
+                )
+            group["local_lr"] = float(group["lr"])
+        return Outer(factory, [p for layer in self._layers for p in layer.given])
 
     def _attach(self) -> None:
         """Find the layers of the model and put the hooks on them."""

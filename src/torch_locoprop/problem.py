@@ -11,7 +11,7 @@ bit, and the problem sees whatever was done to ``G`` (clipping, averaging, a pen
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -48,11 +48,12 @@ class LocalProblem:
     g: Tensor | None = None  # [..., rows, d], ∂L/∂a where the target asks for it
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
+    base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
 
     @cached_property
     def a0(self) -> Tensor:
         """The pre-activations at the start."""
-        return self.layer.forward(self.x, **self.start, **self.fixed)
+        return self._forward(self.start)
 
     @cached_property
     def target_rows(self) -> Tensor:
@@ -98,9 +99,7 @@ class LocalProblem:
         """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
         if gram is not None:
             return self._after_first(gram.gradient(self.displacement(at)))
-        delta = self.loss.residual(
-            self.layer.forward(self.x, **at, **self.fixed), self.target_rows, self.transfer
-        )
+        delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
         return self._after_first(
             self._weight_grad(delta if self.delta0 is None else delta - self.delta0)
         )
@@ -110,7 +109,7 @@ class LocalProblem:
 
     def objective(self, at: Tensors) -> Tensor:
         """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature."""
-        a = self.layer.forward(self.x, **at, **self.fixed)
+        a = self._forward(at)
         beyond_linear = (
             self.loss.value(a, self.target_rows, self.transfer)
             - self.loss.value(self.a0, self.target_rows, self.transfer)
@@ -121,6 +120,11 @@ class LocalProblem:
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
         penalty = self.regularizer.value(moved, self.eta, self.metric)
         return linear + self.row_weight * beyond_linear + penalty
+
+    def _forward(self, at: Tensors) -> Tensor:
+        """The pre-activations at these tensors."""
+        tensors = {name: self.base[name] + t if self.base else t for name, t in at.items()}
+        return self.layer.forward(self.x, **tensors, **self.fixed)
 
     def _after_first(self, change: Tensors) -> Tensors:
         """The first gradient and, weighted, what was added to it since; ``change`` is used up."""

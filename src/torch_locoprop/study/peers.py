@@ -50,17 +50,20 @@ class Together(Optimizer):
 def muon(model: nn.Module, settings: Settings) -> Optimizer:
     """Muon for the weights, in the scale of AdamW's steps, and Adam at the same rate for biases."""
     check_settings(settings)
-    weights, biases = _divided(model)
-    return Together(
-        torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw", **settings),
-        Adam(biases, lr=settings["lr"]),
-    )
+    return Together(*muon_and_adam(list(model.parameters()), settings))
+
+
+def muon_and_adam(params: list[nn.Parameter], settings: Settings) -> tuple[Optimizer, Optimizer]:
+    """Muon for matrices, in the scale of AdamW's steps, and Adam at the same rate for vectors."""
+    weights, biases = _divided(params)
+    matrices = torch.optim.Muon(weights, adjust_lr_fn="match_rms_adamw", **settings)
+    return matrices, Adam(biases, lr=settings["lr"])
 
 
 def soap(model: nn.Module, settings: Settings) -> Optimizer:
     """SOAP, of pytorch_optimizer."""
     check_settings(settings)
-    weights, biases = _divided(model)
+    weights, biases = _divided(list(model.parameters()))
     groups = [
         {"params": weights, "weight_decay": settings["weight_decay"]},
         {"params": biases, "weight_decay": 0.0},
@@ -87,9 +90,10 @@ def psgd(model: nn.Module, settings: Settings) -> Optimizer:
     return optimizer
 
 
-def _divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def _divided(
+    parameters: list[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Weights and biases."""
-    parameters = list(model.parameters())
     return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]
 
 

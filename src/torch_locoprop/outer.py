@@ -1,0 +1,93 @@
+"""``apply="gradient"``: the local displacement goes as a gradient to an optimizer of the user's choice.
+
+With the local problem at learning rate η, target distance γ and solution Δ, the outer optimizer sees
+
+    −Δ / (η γ) ,
+
+which for one plain local iteration is the gradient of the loss itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from torch_locoprop.groups import Group
+
+APPLY = ("replace", "gradient")
+
+OuterFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+
+
+class Outer:
+    """One or several optimizers that together train the parameters of all local problems."""
+
+    def __init__(self, factory: OuterFactory, params: list[nn.Parameter]) -> None:
+        made = factory(params)
+        self.optimizers = [made] if isinstance(made, Optimizer) else list(made)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
+                raise TypeError(
+                    "outer= must return a torch.optim.Optimizer that needs no closure, or a list of "
+                    f"them, not {type(optimizer).__name__}."
+                )
+        trained = [p for group in self.param_groups for p in group["params"]]
+        if len(trained) != len(params) or set(trained) != set(params):
+            raise ValueError(
+                "outer= must train exactly the parameters it is given, each of them once."
+            )
+        for group in self.param_groups:
+            group["base_lr"] = group["lr"]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    @property
+    def name(self) -> str:
+        return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
+
+    def step(
+        self, directions: Mapping[nn.Parameter, Tensor], factor: Callable[[nn.Parameter], float]
+    ) -> None:
+        """Step with the directions for gradients, at the learning rates times ``factor``."""
+        for group in self.param_groups:
+            group["lr"] = group["base_lr"] * factor(group["params"][0])
+        gradients = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        try:
+            for p, _ in gradients:
+                p.grad = directions.get(p)
+            for optimizer in self.optimizers:
+                optimizer.step()
+        finally:
+            for p, gradient in gradients:
+                p.grad = gradient
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        return [optimizer.state_dict() for optimizer in self.optimizers]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        if len(states) != len(self.optimizers):
+            raise ValueError(
+                f"The state dict has {len(states)} outer optimizers, and here are "
+                f"{len(self.optimizers)}. Make this optimizer with the same outer=."
+            )
+        for optimizer, state in zip(self.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+def as_gradient(parameter: nn.Parameter, moved: Tensor, ok: Tensor, group: Group) -> Tensor:
+    """A displacement as the gradient that would have made it; the ordinary one if it is not finite."""
+    assert parameter.grad is not None
+    direction = moved / (-group["local_lr"] * group["gamma"])
+    ordinary = torch.nan_to_num(parameter.grad, nan=0.0, posinf=0.0, neginf=0.0)
+    return torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
+
+
+def outer_factor(group: Group) -> float:
+    """What a schedule has made of the learning rate since the beginning."""
+    return float(group["lr"]) / float(group["local_lr"])

@@ -1,0 +1,240 @@
+"""apply="gradient": the local displacement as a gradient for another optimizer."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from torch import nn
+from torch.optim import Optimizer
+
+from torch_locoprop import LocoProp
+from torch_locoprop.solvers import Exact
+
+Make = Callable[[list[nn.Parameter]], Any]
+
+
+def muon_and_adam(params: list[nn.Parameter]) -> list[Optimizer]:
+    return [
+        torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.02, weight_decay=0.1),
+        torch.optim.Adam([p for p in params if p.ndim != 2], lr=0.01),
+    ]
+
+
+OUTER: dict[str, Make] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.01, weight_decay=0.1),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=0.01),
+    "muon and adam": muon_and_adam,
+}
+
+
+def loco(model: nn.Module, outer: Make, **options: Any) -> LocoProp:
+    given = {"lr": 1e-4, "gamma": 7.0, "solver": "sgd", "local_steps": 1, **options}
+    return LocoProp(model, apply="gradient", outer=outer, output_transfer="sigmoid", **given)
+
+
+def train(model: nn.Module, step: Callable[[], object], steps: int = 5, seed: int = 0) -> None:
+    for i in range(steps):
+        x, y = batch(8, 6, seed=seed + i), batch(8, 3, seed=seed + 50 + i)
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        step()
+
+
+@pytest.mark.parametrize("outer", OUTER)
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_one_iteration_is_the_outer_optimizer_itself(
+    outer: str, variant: str, reduction: str
+) -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    made = OUTER[outer](list(plain.parameters()))
+    optimizers = [made] if isinstance(made, Optimizer) else made
+    train(plain, lambda: [each.step() for each in optimizers])
+    train(model, loco(model, OUTER[outer], variant=variant, local_reduction=reduction).step)
+    assert_close(weights(model), weights(plain))
+
+
+def test_a_small_learning_rate_loses_no_digits() -> None:
+    """The displacement is not a difference of weights: in float32 1e-10 times it would vanish."""
+    model = network().float()
+    plain = copy.deepcopy(model)
+    x, y = batch(8, 6).float(), batch(8, 3, seed=2).float()
+    opt = loco(model, OUTER["sgd"], lr=1e-12, variant="locoprop-m")
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    sgd = OUTER["sgd"](list(plain.parameters()))
+    cross_entropy(plain(x), y).backward()
+    sgd.step()
+    for ours, theirs in zip(weights(model), weights(plain), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
+
+
+def test_the_closed_form_is_the_preconditioned_gradient() -> None:
+    """G (C + λI)⁻¹ with C the mean of x xᵀ over rows, λ relative to its mean diagonal."""
+    model, x, y = network(), batch(20, 6), batch(20, 3, seed=2)
+    seen: dict[int, torch.Tensor] = {}
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    seen[id(p)] = p.grad.clone()
+
+    opt = loco(
+        model,
+        lambda ps: Spy(ps, lr=1.0),
+        solver=Exact(damping=0.1),
+        gamma=3.0,
+        lr=0.5,
+        variant="locoprop-s",
+        local_reduction="mean",
+    )
+    cross_entropy(model(x), y).backward()
+    first: Any = model[0]
+    G = torch.cat([first.weight.grad, first.bias.grad[:, None]], 1)
+    opt.step()
+    X = torch.cat([x, torch.ones_like(x[:, :1])], 1)
+    C = X.T @ X / len(X)
+    damped = C + 0.1 * C.diagonal().mean() * torch.eye(7, dtype=C.dtype)
+    expected = torch.linalg.solve(damped, G.T).T
+    found = torch.cat([seen[id(first.weight)], seen[id(first.bias)][:, None]], 1)
+    assert_close(found, expected)
+
+
+def test_gradients_are_left_as_they_were() -> None:
+    model = network()
+    opt = loco(model, OUTER["adamw"], local_steps=4)
+    cross_entropy(model(batch(8, 6)), batch(8, 3, seed=2)).backward()
+    before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+    opt.step()
+    assert_close([p.grad for p in model.parameters()], before)
+
+
+def test_schedules_move_the_outer_rate_and_not_the_local_problem() -> None:
+    """Halving lr halves plain SGD's step exactly, whatever the number of local iterations."""
+    moved = []
+    for factor in (1.0, 0.5):
+        model = network()
+        opt = loco(model, lambda ps: torch.optim.SGD(ps, lr=0.1), local_steps=5, lr=0.05)
+        torch.optim.lr_scheduler.LambdaLR(opt, lambda step, factor=factor: factor)
+        before = weights(model)
+        cross_entropy(model(batch(8, 6)), batch(8, 3, seed=2)).backward()
+        opt.step()
+        moved.append([b - a for a, b in zip(before, weights(model), strict=True)])
+    assert_close(moved[1], [0.5 * change for change in moved[0]])
+
+
+def test_a_rate_of_zero_moves_nothing() -> None:
+    model = network()
+    opt = loco(model, OUTER["sgd"], local_steps=3)
+    before = weights(model)
+    opt.param_groups[0]["lr"] = 0.0
+    train(model, opt.step, steps=2)
+    assert_close(weights(model), before)
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_resume_continues_bit_for_bit(outer: str) -> None:
+    def made() -> tuple[nn.Module, LocoProp]:
+        model = network()
+        return model, loco(
+            model, OUTER[outer], variant="locoprop-s", solver=Exact(decay=0.9, every=2, damping=0.1)
+        )
+
+    straight, opt = made()
+    train(straight, opt.step, steps=6)
+    first, opt = made()
+    train(first, opt.step, steps=3)
+    file = io.BytesIO()
+    torch.save({"model": first.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second, opt = made()
+    second.load_state_dict(saved["model"])
+    opt.load_state_dict(saved["opt"])
+    train(second, opt.step, steps=3, seed=3)
+    for ours, theirs in zip(weights(second), weights(straight), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_state_of_another_kind_is_refused() -> None:
+    plain = LocoProp(network(), output_transfer="sigmoid")
+    other = loco(network(), OUTER["sgd"])
+    with pytest.raises(ValueError, match="differ in apply="):
+        other.load_state_dict(plain.state_dict())
+    with pytest.raises(ValueError, match="differ in apply="):
+        plain.load_state_dict(other.state_dict())
+
+
+def test_maximize_climbs() -> None:
+    model, x, y = network(), batch(8, 6), batch(8, 3, seed=2)
+    opt = loco(model, lambda ps: torch.optim.SGD(ps, lr=0.05), local_steps=3, maximize=True)
+    before = cross_entropy(model(x), y)
+    before.backward()
+    opt.step()
+    assert cross_entropy(model(x), y) > before
+
+
+@pytest.mark.filterwarnings("ignore:The local solution")
+def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimizer() -> None:
+    model = network()
+    plain = copy.deepcopy(model)
+    opt = loco(model, OUTER["sgd"], local_steps=60, lr=1e30, variant="locoprop-s")
+    x, y = batch(8, 6), batch(8, 3, seed=2)
+    cross_entropy(model(x), y).backward()
+    opt.step()
+    assert all(opt.skipped_updates.values())
+    sgd = OUTER["sgd"](list(plain.parameters()))
+    cross_entropy(plain(x), y).backward()
+    sgd.step()
+    assert_close(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"apply": "gradient"}, "give both"),
+        ({"outer": OUTER["sgd"]}, "give both"),
+        ({"apply": "nothing"}, "Unknown apply 'nothing'"),
+        ({"apply": "gradient", "outer": OUTER["sgd"], "weight_decay": 0.1}, "setting of outer="),
+        ({"apply": "gradient", "outer": OUTER["sgd"], "lr": 0.0}, "must be > 0"),
+        (
+            {"apply": "gradient", "outer": lambda ps: torch.optim.SGD(ps[:1], lr=1.0)},
+            "exactly the parameters",
+        ),
+    ],
+)
+def test_bad_input(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocoProp(network(), output_transfer="sigmoid", **options)
+
+
+def test_an_outer_that_is_no_optimizer() -> None:
+    with pytest.raises(TypeError, match=r"must return a torch\.optim\.Optimizer"):
+        loco(network(), lambda ps: [3])
+
+
+def test_groups_cannot_be_added_later() -> None:
+    model = network()
+    first: Any = model[0]
+    rest = [p for p in model.parameters() if p not in set(first.parameters())]
+    opt = loco(model, OUTER["sgd"], param_groups=[{"params": rest}])
+    with pytest.raises(ValueError, match="make a new LocoProp"):
+        opt.add_param_group({"params": list(first.parameters())})
+
+
+def test_layers_without_a_local_problem_still_fall_back() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).double()
+    opt = loco(model, OUTER["adamw"], fallback=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    before = weights(model)
+    train(model, opt.step, steps=1)
+    assert all(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
