@@ -8,6 +8,7 @@ import typer
 from torch_locoprop.study import options
 from torch_locoprop.study.commands.compare import compare
 from torch_locoprop.study.commands.datasets import datasets_command
+from torch_locoprop.study.commands.figure import figure
 from torch_locoprop.study.commands.report import report
 from torch_locoprop.study.commands.train import train
 
@@ -23,4 +24,5 @@ app = typer.Typer(
 app.command(epilog=options.METHODS)(train)
 app.command(epilog=options.METHODS)(compare)
 app.command("datasets")(datasets_command)
+app.command()(figure)
 app.command()(report)

@@ -1,0 +1,53 @@
+"""What stands above and below a figure: the task, and how and where its runs were made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.figures.catalog import LossFigure
+from torch_locoprop.study.figures.gather import Found, where_made
+from torch_locoprop.study.figures.names import DATA
+
+
+def subtitle_of(figure: LossFigure) -> str:
+    """Return the task in a line; a quick figure says first that it is one."""
+    tasks = _unique(_task(config) for config in figure.configs)
+    task = tasks[0] if len(tasks) == 1 else ""
+    return "; ".join(part for part in (figure.note, task) if part)
+
+
+def footer_of(
+    figure: LossFigure,
+    runs: Sequence[Found],
+    timed_on: str,
+    missing: Sequence[str],
+    command: str,
+) -> list[str]:
+    """Return what a reader needs to judge the figure, and the command that makes it."""
+    configs = [run.config for run in runs]
+    data = _unique(f"{DATA.get(r.data['name'], r.data['name'])} ({r.data['source']})" for r in runs)
+    tasks = _unique(_task(config) for config in configs)
+    seeds = _unique(str(config.seed) for config in configs)
+    facts = [
+        ", ".join(data),
+        *(tasks if len(tasks) <= 3 else []),
+        f"{_unique(str(c.epochs) for c in configs)[0]} epochs",
+        f"seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
+        + (": mean, lowest and highest" if len(seeds) > 1 else ""),
+        where_made(runs),
+    ]
+    lines = [" · ".join(facts)]
+    if timed_on:
+        lines.append(f"Seconds: each method alone for some epochs on {timed_on}.")
+    if missing:
+        lines.append(f"Not here: {'; '.join(missing)}.")
+    return [*lines, f"Answers to the paper's {figure.entry.paper}. Made by: {command}"]
+
+
+def _task(config: RunConfig) -> str:
+    return f"{config.model}, {config.transfer}, batches of {config.batch_size}"
+
+
+def _unique(texts: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(texts))

@@ -1,0 +1,203 @@
+"""Every figure as data: its name, the paper's figure that it answers to, and the runs it draws.
+
+What a figure compares is here; on which images, with what model and at what settings is a `Scale`:
+the paper's protocol (`protocol.py`) or a small one for a quick look (`quick.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch_locoprop.settings import unknown
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.figures.names import label
+
+Settings = Mapping[str, Any]
+Loss = Literal["train_loss", "test_loss"]
+Axis = Literal["epoch", "seconds"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the list of figures."""
+
+    name: str
+    title: str
+    paper: str
+
+
+ENTRIES = (
+    Entry("matching-loss", "Matching losses of tanh and ReLU", "Figures 1 and 2"),
+    Entry("first-order", "First-order methods", "Figure 3 (a)"),
+    Entry("s-vs-m", "LocoProp-S and LocoProp-M by local iterations", "Figure 3 (b)"),
+    Entry("inner-solvers", "Solvers of LocoProp-M's local problems", "Figure 3 (c)"),
+    Entry("standard", "Standard autoencoder", "Figures 4 (a) and 5 (a)"),
+    Entry("wide", "Wide autoencoder", "Figures 4 (b) and 5 (b)"),
+    Entry("deep", "Deep autoencoder", "Figures 4 (c) and 5 (c)"),
+    Entry("relu", "ReLU instead of tanh", "Figure 6 (a) and (d)"),
+    Entry("fashion-mnist", "Fashion-MNIST", "Figure 6 (b) and (e)"),
+    Entry("curves", "CURVES", "Figure 6 (c) and (f)"),
+    Entry("batch-100", "Batches of 100", "Figure 7"),
+    Entry("test-losses", "Test losses", "Figures 6 (d) to (f) and 8"),
+    Entry("costs", "Memory and time of a step beside the formulas", "Table 1"),
+)
+NAMES = tuple(entry.name for entry in ENTRIES)
+
+
+@dataclass(frozen=True)
+class Series:
+    """A line of a figure: a run, the same at every seed.
+
+    `fixed` are the settings that make it another line than its neighbours, which tuned settings
+    leave alone; `painted_as` is the method or solver whose colour it has.
+    """
+
+    label: str
+    config: RunConfig
+    painted_as: str
+    fixed: Settings = field(default_factory=dict)
+
+    @property
+    def variant(self) -> int:
+        """Its place among the lines of its colour, the same in every figure."""
+        every = self.config.method.partition("@")[2]
+        if every:
+            return sum(int(every) > least for least in (1, 10, 100))
+        return VARIANTS.index(self.fixed["local_steps"]) if "local_steps" in self.fixed else 0
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Losses of some runs, by epoch or by seconds."""
+
+    title: str
+    task: str
+    series: tuple[Series, ...]
+    loss: Loss = "train_loss"
+    by: Axis = "epoch"
+
+
+@dataclass(frozen=True)
+class LossFigure:
+    """Panels side by side."""
+
+    entry: Entry
+    panels: tuple[Panel, ...]
+    note: str = ""
+
+    @property
+    def configs(self) -> tuple[RunConfig, ...]:
+        """What has to be run."""
+        return _unique(each.config for panel in self.panels for each in panel.series)
+
+    @property
+    def timed(self) -> tuple[RunConfig, ...]:
+        """What has to be timed."""
+        panels = [panel for panel in self.panels if panel.by == "seconds"]
+        return _unique(each.config for panel in panels for each in panel.series)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The tasks, each as fields of a `RunConfig`, and the methods and settings to take on them.
+
+    `settings` belong to a method on every task, `special` to a method on one task; `solvers` are the
+    settings of LocoProp-M with each solver. `images` are how many to train and test on, of the
+    embedded data; None takes the whole data set of the task.
+    """
+
+    tasks: Mapping[str, Settings]
+    renewed: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, Settings]
+    special: Mapping[str, Mapping[str, Settings]]
+    solvers: Mapping[str, Settings]
+    images: tuple[int, int] | None = None
+    note: str = ""
+
+    def series(self, task: str, method: str, name: str = "", **fixed: Any) -> Series:
+        """Return the line of a method on a task, at the scale's settings and those fixed."""
+        base = method.partition("@")[0]
+        own = {**self.settings.get(base, {}), **self.special.get(task, {}).get(base, {}), **fixed}
+        config = RunConfig(method, own, **self.tasks[task])
+        return Series(name or label(method), config, base, fixed)
+
+
+FIRST_ORDER = ("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop")
+LOCAL_STEPS = (1, 5, 10, 50)
+VARIANTS = (10, 50, 5, 1)
+"""The same with ten first, which every other figure has."""
+
+COMPARED = ("rmsprop", "adam", "locoprop-s", "locoprop-m")
+PEERS = ("muon", "soap")
+"""Newer than the paper; drawn where their packages or their runs are there."""
+
+TEST_LOSSES = ("standard", "wide", "deep", "relu", "fashion-mnist", "curves")
+
+
+def entry_of(name: str) -> Entry:
+    """Return the line of the list."""
+    if name not in NAMES:
+        raise ValueError(unknown("figure", name, NAMES))
+    return ENTRIES[NAMES.index(name)]
+
+
+def loss_figure(name: str, scale: Scale) -> LossFigure:
+    """Return the figure of that name, if it draws losses, at this scale."""
+    entry = entry_of(name)
+    if name == "first-order":
+        lines = tuple(scale.series("standard", method) for method in FIRST_ORDER)
+        panels = [Panel("Train loss", "standard", lines)]
+    elif name == "s-vs-m":
+        panels = [Panel("Train loss", "standard", _by_local_steps(scale))]
+    elif name == "inner-solvers":
+        panels = [Panel("Train loss", "standard", _by_solver(scale))]
+    elif name in ("standard", "wide", "deep"):
+        lines = _compared(scale, name)
+        panels = [
+            Panel("By epoch", name, lines),
+            Panel("By seconds of training", name, lines, by="seconds"),
+        ]
+    elif name == "test-losses":
+        panels = [
+            Panel(entry_of(task).title, task, _compared(scale, task), "test_loss")
+            for task in TEST_LOSSES
+        ]
+    else:
+        lines = _compared(scale, name)
+        panels = [
+            Panel("Train loss", name, lines),
+            Panel("Test loss", name, lines, "test_loss"),
+        ]
+    return LossFigure(entry, tuple(panels), scale.note)
+
+
+def _compared(scale: Scale, task: str) -> tuple[Series, ...]:
+    names = (*COMPARED, *scale.renewed[task], *PEERS)
+    return tuple(scale.series(task, method) for method in names)
+
+
+def _by_local_steps(scale: Scale) -> tuple[Series, ...]:
+    return tuple(
+        scale.series("standard", method, f"{label(method)}, T = {steps}", local_steps=steps)
+        for method in ("locoprop-s", "locoprop-m")
+        for steps in LOCAL_STEPS
+    )
+
+
+def _by_solver(scale: Scale) -> tuple[Series, ...]:
+    lines = []
+    for solver, settings in scale.solvers.items():
+        own = {**scale.settings.get("locoprop-m", {}), **settings, "solver": solver}
+        config = RunConfig("locoprop-m", own, **scale.tasks["standard"])
+        lines.append(Series(f"local {label(solver)}", config, solver, {"solver": solver}))
+    return tuple(lines)
+
+
+def _unique(configs: Iterable[RunConfig]) -> tuple[RunConfig, ...]:
+    found: list[RunConfig] = []
+    for config in configs:
+        if config not in found:
+            found.append(config)
+    return tuple(found)

@@ -1,0 +1,183 @@
+"""Draw losses by epoch or by seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from torch_locoprop.study.figures import style
+from torch_locoprop.study.figures.catalog import Loss, LossFigure, Panel, Series
+from torch_locoprop.study.figures.gather import Found
+
+COLUMNS = 3
+"""Panels beside each other, at most."""
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A line with its runs, one a seed, and its seconds per epoch where they are known."""
+
+    series: Series
+    runs: tuple[Found, ...]
+    seconds: float | None = None
+
+    @property
+    def settled(self) -> tuple[Found, ...]:
+        """The runs that did not diverge; all of them if every one did."""
+        return tuple(run for run in self.runs if not run.result.diverged) or self.runs
+
+    @property
+    def diverged(self) -> bool:
+        """Whether no run came to its end."""
+        return all(run.result.diverged for run in self.runs)
+
+    def losses(self, loss: Loss) -> Floats:
+        """Return the losses `[seeds, epochs + 1]`, as far as all of them went."""
+        rows = [[getattr(row, loss) for row in run.metrics] for run in self.settled]
+        shortest = min(map(len, rows))
+        return np.array([row[:shortest] for row in rows])
+
+    def final(self, loss: Loss) -> float:
+        """Return the mean of the last losses; infinite if all runs diverged."""
+        return math.inf if self.diverged else float(self.losses(loss)[:, -1].mean())
+
+
+def draw(
+    figure: LossFigure, lines: Sequence[Sequence[Drawn]], subtitle: str, footer: Sequence[str]
+) -> Figure:
+    """Return the picture; `lines` are those of each panel."""
+    grid_like = len(figure.panels) > 2
+    columns = min(len(figure.panels), COLUMNS)
+    rows = math.ceil(len(figure.panels) / columns)
+    size = (4.1 * columns, 4.4 * rows + 0.9) if grid_like else (4.3 * columns + 2.4, 4.9)
+    picture = style.new_figure(*size, figure.entry.title, subtitle)
+    losses = tuple(dict.fromkeys(panel.loss for panel in figure.panels))
+    grid = picture.subplots(rows, columns, squeeze=False)
+    for panel, drawn, axes in zip(figure.panels, lines, grid.flat, strict=True):
+        _panel(axes, panel, drawn)
+        if grid_like:
+            _legend_below(axes, drawn, panel.loss)
+    if not grid_like:
+        _legend_beside(picture, lines[0], losses, list(grid.flat))
+    style.add_footer(picture, footer)
+    return picture
+
+
+def _legend_below(axes: Axes, lines: Sequence[Drawn], loss: Loss) -> None:
+    axes.legend(
+        handles=_handles(lines, (loss,), [axes]),
+        loc="upper left",
+        bbox_to_anchor=(-0.08, -0.16),
+        ncol=2,
+        frameon=False,
+        fontsize=7.5,
+        handlelength=2.4,
+        columnspacing=1.0,
+    )
+
+
+def _legend_beside(
+    picture: Figure, lines: Sequence[Drawn], losses: Sequence[Loss], panels: Sequence[Axes]
+) -> None:
+    kinds = " / ".join(loss.removesuffix("_loss") for loss in losses)
+    picture.legend(
+        handles=_handles(lines, losses, panels),
+        title=f"final loss: {kinds}",
+        loc="outside right upper",
+        frameon=False,
+        fontsize=8.5,
+        title_fontsize=8.5,
+        alignment="left",
+        handlelength=2.6,
+    )
+
+
+def _panel(axes: Axes, panel: Panel, lines: Sequence[Drawn]) -> None:
+    for line in lines:
+        _line(axes, panel, line)
+    _limit(axes, [line.losses(panel.loss) for line in lines if not line.diverged])
+    axes.set_ylabel(panel.loss.replace("_", " "))
+    axes.set_xlabel("epoch" if panel.by == "epoch" else "seconds of training")
+    if not axes.lines:
+        axes.set(xticks=[], yticks=[])
+        text = "not run yet" if panel.by == "epoch" else "not timed yet"
+        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=style.FAINT)
+    elif panel.by == "epoch":
+        axes.set_xlim(left=0)
+    else:
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    style.finish(axes, panel.title)
+
+
+def _line(axes: Axes, panel: Panel, line: Drawn) -> None:
+    losses = line.losses(panel.loss)
+    x = np.arange(losses.shape[1], dtype=np.float64)
+    if panel.by == "seconds":
+        if line.seconds is None:
+            return
+        x = x * line.seconds
+        x, losses = x[1:], losses[:, 1:]  # a logarithmic axis has no zero
+    look = style.line_look(line.series.painted_as, line.series.variant)
+    axes.plot(x, losses.mean(axis=0), **look)
+    axes.plot(
+        x[-1:], losses.mean(axis=0)[-1:], "X" if line.diverged else "o", ms=4, color=look["color"]
+    )
+    if len(losses) > 1:
+        axes.fill_between(
+            x, losses.min(axis=0), losses.max(axis=0), color=look["color"], alpha=0.18, lw=0
+        )
+
+
+def _limit(axes: Axes, losses: Sequence[Floats]) -> None:
+    """From the lowest loss to where half of the lines are after a tenth of the epochs.
+
+    Higher, the lines that matter would be pressed together; what stays above is marked in the legend.
+    """
+    finite = [each for each in losses if np.isfinite(each).all() and each.shape[1] > 1]
+    if not finite:
+        return
+    low = min(float(each.min()) for each in finite)
+    early = float(np.median([each[:, max(1, each.shape[1] // 10)].mean() for each in finite]))
+    late = float(np.median([each[:, -1].mean() for each in finite]))
+    span = max(early - low, 1.5 * (late - low), 1e-3 * abs(low))
+    axes.set_ylim(low - 0.04 * span, low + 1.05 * span)
+
+
+def _handles(
+    lines: Sequence[Drawn], losses: Sequence[Loss], panels: Sequence[Axes]
+) -> list[Line2D]:
+    """The lines by their final loss, those that diverged last."""
+    handles = []
+    for line in sorted(lines, key=lambda each: each.final(losses[0])):
+        look = style.line_look(line.series.painted_as, line.series.variant)
+        told = _told(line, losses, panels)
+        handles.append(Line2D([], [], label=f"{line.series.label}: {told}", **look))
+    return handles
+
+
+def _told(line: Drawn, losses: Sequence[Loss], panels: Sequence[Axes]) -> str:
+    """The final losses, an arrow where one is above the picture, and how many runs diverged."""
+    if line.diverged:
+        return "diverged"
+    numbers = []
+    for loss, axes in zip(losses, panels, strict=False):
+        above = line.final(loss) > axes.get_ylim()[1]
+        numbers.append(_number(line.final(loss)) + (" ↑" if above else ""))
+    lost = len(line.runs) - len(line.settled)
+    return " / ".join(numbers) + (f" ({lost} of {len(line.runs)} diverged)" if lost else "")
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if value < 1000 else f"{value:.0f}"

@@ -1,0 +1,150 @@
+"""Find the runs of a figure in folders of runs, and tell what is missing or only begun.
+
+A result is a result wherever it was made: runs are matched by configuration and images, and by
+device and precision only where these were asked for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.run_folder import Metrics, RunError, RunFolder
+from torch_locoprop.study.runner import RunResult
+
+TIMINGS = "timings"
+"""The subfolder for runs that were alone on the machine: only their seconds count, not their losses."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The device and the precision of runs; None is any, and the default where one has to be run."""
+
+    device: str | None = None
+    precision: str | None = None
+    default_device: str = "cpu"
+
+    def on(self, config: RunConfig) -> RunConfig:
+        """Return the configuration as it is run here."""
+        return replace(
+            config,
+            device=self.device or self.default_device,
+            precision=self.precision or "fp32",
+        )
+
+    def key(self, config: RunConfig) -> str:
+        """Return what two runs share that can stand for each other."""
+        fields = config.to_dict()
+        for name, asked in (("device", self.device), ("precision", self.precision)):
+            fields[name] = fields[name] if asked else None
+        return json.dumps(fields, sort_keys=True)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A run in a folder, with what its `config.json` says of data and environment."""
+
+    result: RunResult
+    data: dict[str, str]
+    environment: dict[str, Any]
+
+    @property
+    def config(self) -> RunConfig:
+        """Return the configuration of the run."""
+        return self.result.config
+
+    @property
+    def metrics(self) -> tuple[Metrics, ...]:
+        """Return the epochs of the run."""
+        return self.result.metrics
+
+
+class Library:
+    """The runs under some folders; new ones go into the first."""
+
+    def __init__(self, folders: Sequence[Path], images: Images, place: Place) -> None:
+        self.folders, self.images, self.place = tuple(folders), images, place
+        self._runs: dict[str, list[Found]] = {}
+        for path in _run_folders(self.folders):
+            self.add(path)
+
+    def add(self, path: Path) -> None:
+        """Take note of the run in the folder; what is no run of this version is passed over."""
+        try:
+            description = RunFolder(path).description()
+            config = RunConfig.from_dict(description["config"])
+            metrics = RunFolder(path).metrics()
+        except (RunError, ValueError, TypeError, KeyError, OSError):
+            return
+        found = Found(
+            RunResult(path, config, metrics), description["data"], description["environment"]
+        )
+        same = self._runs.setdefault(self._key(config, path), [])
+        same[:] = [each for each in same if each.result.folder != path] + [found]
+
+    def find(self, config: RunConfig) -> Found | None:
+        """Return a finished run of the configuration, or None."""
+        return next((each for each in self._like(config) if each.result.finished), None)
+
+    def timings(self, config: RunConfig) -> list[Found]:
+        """Return the finished runs that timed the configuration."""
+        key = self.place.key(self.place.on(config)) + TIMINGS
+        return [each for each in self._of(key, config) if each.result.finished]
+
+    def folder_for(self, config: RunConfig, *, timing: bool = False) -> Path:
+        """Return where to run the configuration: where it was begun, or a folder of its own."""
+        exact = self.place.on(config)
+        root = self.folders[0]
+        for each in () if timing else self._like(config):
+            begun = not each.result.finished and each.config == exact
+            if begun and each.result.folder.is_relative_to(root):
+                return each.result.folder
+        name = exact.name(self.images.load(config.dataset).fingerprint)
+        return root / TIMINGS / name if timing else root / name
+
+    def _like(self, config: RunConfig) -> Iterator[Found]:
+        return self._of(self.place.key(self.place.on(config)), config)
+
+    def _of(self, key: str, config: RunConfig) -> Iterator[Found]:
+        for each in self._runs.get(key, []):
+            if self.images.is_of(config.dataset, each.data):
+                yield each
+
+    def _key(self, config: RunConfig, path: Path) -> str:
+        key = self.place.key(config)
+        return key + TIMINGS if TIMINGS in path.parts else key
+
+
+def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:
+    """Every folder below with a `config.json`, in the order of their names."""
+    for root in roots:
+        for folder, inner, files in os.walk(root):
+            inner.sort()
+            if "config.json" in files:
+                yield Path(folder)
+
+
+def where_made(runs: Sequence[Found]) -> str:
+    """Return on what machines, in what precision and with which torch the runs were made."""
+    made: dict[tuple[str, str], set[str]] = {}
+    for each in runs:
+        machine = each.environment.get("machine", "unknown machine")
+        torch = str(each.environment.get("torch", "?")).partition("+")[0]
+        made.setdefault((machine, f"torch {torch}"), set()).add(each.config.precision)
+    return "; ".join(
+        ", ".join((machine, " and ".join(sorted(precisions)), torch))
+        for (machine, torch), precisions in sorted(made.items())
+    )
+
+
+def environment_key(found: Found) -> str:
+    """Return what has to agree for seconds to be compared."""
+    environment: Mapping[str, Any] = found.environment
+    where = {"device": found.config.device, "precision": found.config.precision}
+    return json.dumps({**environment, **where}, sort_keys=True)

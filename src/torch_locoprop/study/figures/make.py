@@ -1,0 +1,207 @@
+"""Make figures: reuse the runs that are there, run what is missing, time what is drawn by seconds."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from torch_locoprop.study import display
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.figures import catalog, curves, style, timings, work
+from torch_locoprop.study.figures.captions import footer_of, subtitle_of
+from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
+from torch_locoprop.study.figures.gather import Found, Library, environment_key
+from torch_locoprop.study.figures.missing import Missing
+from torch_locoprop.study.figures.order import Made, Order, Say
+from torch_locoprop.study.figures.tuned import is_used, with_tuned
+from torch_locoprop.study.machine import environment
+
+
+@dataclass
+class Maker:
+    """The figures of one order and what is known of their runs."""
+
+    order: Order
+    watching: work.Watching
+    say: Say
+    reasons: dict[str, str] = field(default_factory=dict)
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.library = Library(self.order.folders, self.order.images, self.order.place)
+
+    def loss_figures(self, names: Sequence[str]) -> list[Made]:
+        """Make these figures of losses; all runs come first, then all timings."""
+        figures = [self._asked(catalog.loss_figure(name, self.order.scale)) for name in names]
+        panels = [panel for figure in figures for panel in figure.panels]
+        for config in self.order.tuned:
+            if panels and not is_used(config, panels):
+                self.say(f"No line takes the settings of {config.method} for {config.dataset}.")
+        self._run([config for figure in figures for config in figure.configs])
+        self._time([config for figure in figures for config in figure.timed])
+        return [self._draw(figure) for figure in figures]
+
+    def _asked(self, figure: LossFigure) -> LossFigure:
+        """The figure with the tuned settings and the epochs, and without some methods."""
+        figure = with_tuned(figure, self.order.tuned)
+        panels = tuple(self._panel(panel) for panel in figure.panels)
+        return replace(figure, panels=panels)
+
+    def _panel(self, panel: Panel) -> Panel:
+        kept = [each for each in panel.series if each.config.method not in self.order.without]
+        epochs = self.order.epochs
+        if epochs is not None:
+            kept = [replace(each, config=replace(each.config, epochs=epochs)) for each in kept]
+        return replace(panel, series=tuple(kept))
+
+    # Runs -------------------------------------------------------------------------------------
+
+    def _run(self, configs: Sequence[RunConfig]) -> None:
+        seeded = [self._at(config, seed) for config in configs for seed in self.order.seeds]
+        jobs = self._jobs([config for config in seeded if self.library.find(config) is None])
+        if not jobs:
+            return
+        self.say(f"{len(jobs)} runs are missing; they go to {self.order.folders[0]}.")
+        if self.order.jobs > 1:
+            work.together(jobs, self.order.images, self.order.jobs, self._counting(len(jobs)))
+        else:
+            work.one_by_one(jobs, self.order.images, self.watching, self._done)
+
+    def _time(self, configs: Sequence[RunConfig]) -> None:
+        """Time what has not been timed on this machine, unless some machine has timed it all."""
+        wanted = [self._timing(self._at(config, self.order.seeds[0])) for config in configs]
+        wanted = [config for config in wanted if not self._unavailable(config)]
+        here = self._here()
+        if self.order.only_existing or not timings.timed(self.library, wanted, here).left_out:
+            return
+        missing = [
+            config
+            for config in wanted
+            if here not in map(environment_key, self.library.timings(config))
+        ]
+        self.say(f"{len(missing)} methods are timed, each alone; leave the machine to them.")
+        jobs = self._jobs(missing, timing=True)
+        work.one_by_one(jobs, self.order.images, self.watching, self._done)
+
+    def _jobs(self, configs: Sequence[RunConfig], *, timing: bool = False) -> list[work.Job]:
+        """What can be run of these; of the rest, the reason why not is noted."""
+        jobs: dict[str, work.Job] = {}
+        for config in configs:
+            reason = "not run" if self.order.only_existing else self._unavailable(config)
+            if reason:
+                self.reasons.setdefault(_key(config), reason)
+                continue
+            folder = self.library.folder_for(config, timing=timing)
+            name = f"{'timing ' if timing else ''}{config.dataset} {config.model} {config.method}"
+            jobs.setdefault(_key(config), work.Job(self.order.place.on(config), folder, name))
+        return list(jobs.values())
+
+    def _done(self, outcome: work.Outcome) -> None:
+        self.library.add(outcome.job.folder)
+        if outcome.result is None:
+            self.failed = True
+            self.reasons[_key(outcome.job.config)] = f"failed: {outcome.failure}"
+            self.say(f"{outcome.job.name} failed: {outcome.failure}")
+
+    def _counting(self, total: int) -> work.Done:
+        """As each job ends, say how many have."""
+        ended = 0
+
+        def done(outcome: work.Outcome) -> None:
+            nonlocal ended
+            ended += 1
+            self._done(outcome)
+            if outcome.result is not None:
+                self.say(f"{ended} of {total} runs: {display.outcome(outcome.result)}")
+
+        return done
+
+    def _unavailable(self, config: RunConfig) -> str:
+        """Why the method cannot be run here, or nothing."""
+        if config.method == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
+            return 'needs pip install "torch-locoprop[peers]"'
+        if config.method == "muon" and not hasattr(torch.optim, "Muon"):
+            return "needs a newer torch"
+        return ""
+
+    # Pictures ---------------------------------------------------------------------------------
+
+    def _draw(self, figure: LossFigure) -> Made:
+        name, machine = figure.entry.name, ""
+        lines: list[list[curves.Drawn]] = []
+        missing = Missing()
+        for panel in figure.panels:
+            clock = self._clock(panel) if panel.by == "seconds" else None
+            machine = clock.machine if clock else machine
+            lines.append(self._lines(panel, clock, missing))
+        absent = missing.told(several_tasks=len({panel.task for panel in figure.panels}) > 1)
+        for each in absent:
+            self.say(f"Left out of {name}: {each}.")
+        used = {run.result.folder: run for drawn in lines for line in drawn for run in line.runs}
+        if not used:
+            self.say(f"{name}: none of its runs is there, so it is not drawn.")
+            return Made(name, (), (), absent)
+        runs = list(used.values())
+        footer = footer_of(figure, runs, machine, absent, self.order.command_for(name))
+        picture = curves.draw(figure, lines, subtitle_of(figure), footer)
+        files = style.save(picture, self.order.out, name)
+        return Made(name, tuple(files), tuple(used), absent)
+
+    def _lines(
+        self, panel: Panel, clock: timings.Clock | None, missing: Missing
+    ) -> list[curves.Drawn]:
+        """The lines of a panel; what is missing is noted."""
+        drawn = []
+        for position, series in enumerate(panel.series):
+            runs = self._found(series)
+            seconds = clock.seconds.get(position) if clock else None
+            if not runs:
+                missing.note(panel.task, series.label, self._reason(series))
+            elif len(runs) < len(self.order.seeds):
+                some = f"{len(runs)} of {len(self.order.seeds)} seeds"
+                missing.note(panel.task, series.label, f"{some}, others {self._reason(series)}")
+            elif clock and seconds is None:
+                missing.note(panel.task, series.label, "not timed")
+            if runs:
+                drawn.append(curves.Drawn(series, runs, seconds))
+        return drawn
+
+    def _clock(self, panel: Panel) -> timings.Clock:
+        seed = self.order.seeds[0]
+        wanted = [self._timing(self._at(each.config, seed)) for each in panel.series]
+        return timings.timed(self.library, wanted, self._here())
+
+    def _found(self, series: Series) -> tuple[Found, ...]:
+        found = (self.library.find(self._at(series.config, seed)) for seed in self.order.seeds)
+        return tuple(each for each in found if each is not None)
+
+    def _reason(self, series: Series) -> str:
+        for seed in self.order.seeds:
+            reason = self.reasons.get(_key(self._at(series.config, seed)))
+            if reason:
+                return reason
+        return "not run"
+
+    # Configurations ---------------------------------------------------------------------------
+
+    def _at(self, config: RunConfig, seed: int) -> RunConfig:
+        return self.order.place.on(replace(config, seed=seed))
+
+    def _timing(self, config: RunConfig) -> RunConfig:
+        return timings.timing_config(config, self.order.images.count(config.dataset))
+
+    def _here(self) -> str:
+        """This machine as timings know it."""
+        place = self.order.place
+        device, precision = place.device or place.default_device, place.precision or "fp32"
+        return json.dumps(
+            {**environment(device), "device": device, "precision": precision}, sort_keys=True
+        )
+
+
+def _key(config: RunConfig) -> str:
+    return json.dumps(config.to_dict(), sort_keys=True)

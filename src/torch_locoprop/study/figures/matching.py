@@ -1,0 +1,82 @@
+"""The matching loss in pictures: an area under f, and how it depends on the activation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from torch_locoprop import transfers
+from torch_locoprop.study.figures import style
+from torch_locoprop.transfers import Transfer
+
+TARGETS = (-2.0, -0.5, 0.5, 2.0)
+"""The targets a whose losses are drawn; f is flat at two of them if it is ReLU."""
+
+SHADES = ("#7fb2d8", "#2f7fbf", "#e0883a", "#b3431b")
+AREA = "#0b5fa5"
+
+A, A_HAT = -0.6, 1.3
+"""The target and the activation between which the area is drawn."""
+
+
+def area(transfer: Transfer, a: float, a_hat: float, points: int = 400) -> tuple[Tensor, Tensor]:
+    """Return z from a to â, and f(z) − f(a), whose integral over z is the matching loss (Eq. 1)."""
+    z = torch.linspace(a, a_hat, points, dtype=torch.float64)
+    return z, transfer.f(z) - transfer.f(z[:1])
+
+
+def losses(transfer: Transfer, a: float, a_hat: Tensor) -> Tensor:
+    """Return D_F(â, a) for each â (Eq. 5)."""
+    return transfers.bregman(transfer, a_hat, torch.full_like(a_hat, a))
+
+
+def draw(footer: Sequence[str]) -> Figure:
+    """Return the picture."""
+    title = "The matching loss of a transfer function f"
+    figure = style.new_figure(12.4, 4.6, title)
+    first, second, third = figure.subplots(1, 3)
+    tanh, relu = transfers.get("tanh"), transfers.get("relu")
+    _area(first, tanh)
+    _losses(second, tanh, "tanh: zero at â = a only")
+    _losses(third, relu, "ReLU: flat where â, a ≤ 0")
+    figure.legend(*third.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    style.add_footer(figure, footer)
+    return figure
+
+
+def _area(axes: Axes, transfer: Transfer) -> None:
+    z = torch.linspace(-2.4, 2.4, 400, dtype=torch.float64)
+    axes.plot(z, transfer.f(z), color=style.INK, lw=1.9)
+    between, height = area(transfer, A, A_HAT)
+    base = float(transfer.f(between[:1]))
+    axes.fill_between(between, base, base + height, color=AREA, alpha=0.28, lw=0)
+    top = float(transfer.f(between[-1:]))
+    for x, y, name in ((A, base, "a"), (A_HAT, top, "â")):
+        axes.plot([x, x], [-1.15, y], color=style.FAINT, lw=1, ls=(0, (3, 3)))
+        axes.plot([x], [y], "o", ms=5, color=AREA)
+        axes.text(x, -1.19, name, ha="center", va="top", fontsize=11, color=style.INK)
+    axes.plot([A, A_HAT], [base, base], color=AREA, lw=1)
+    loss = float(losses(transfer, A, between[-1:]))
+    axes.text(0.62, -0.22, f"$L_f$ = {loss:.2f}", ha="center", color=AREA, fontsize=10.5)
+    axes.text(-2.3, base + 0.05, "f(a) = y", color=style.FAINT, fontsize=9)
+    axes.text(-2.3, top + 0.05, "f(â) = ŷ", color=style.FAINT, fontsize=9)
+    for y, x in ((base, A), (top, A_HAT)):
+        axes.plot([-2.4, x], [y, y], color=style.FAINT, lw=1, ls=(0, (3, 3)))
+    axes.set(xlim=(-2.4, 2.4), ylim=(-1.15, 1.15), xticks=[])
+    axes.set_xlabel("z", labelpad=12)
+    style.finish(axes, "The area between f and f(a): tanh")
+    axes.set_ylabel("f(z)")
+
+
+def _losses(axes: Axes, transfer: Transfer, title: str) -> None:
+    a_hat = torch.linspace(-4, 4, 801, dtype=torch.float64)
+    for a, shade, width in zip(TARGETS, SHADES, (4, 1.9, 1.9, 1.9), strict=True):
+        # The first is wider: where f is flat, it lies behind the second.
+        axes.plot(a_hat, losses(transfer, a, a_hat), color=shade, lw=width, label=f"a = {a:g}")
+        axes.plot([a], [0], "o", ms=5, color=shade, clip_on=False, zorder=3)
+    axes.set(xlim=(-4, 4), ylim=(0, 4), xlabel="â", ylabel="$D_F$(â, a)")
+    style.finish(axes, title)

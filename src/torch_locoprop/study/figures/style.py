@@ -1,0 +1,86 @@
+"""One look for all figures: sizes, colours, lines, frames, titles, footers, and how they are saved."""
+
+from __future__ import annotations
+
+import io
+import os
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex, to_rgb
+from matplotlib.figure import Figure
+
+from torch_locoprop.study.palette import colour
+
+INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
+PANEL_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+"""Of a method's variants: @1, @10, @100."""
+
+DPI = 160
+
+
+def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
+    """Return an empty figure with its title at the top left."""
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    # The empty second line makes room for the subtitle, which is smaller.
+    figure.suptitle(
+        f"{title}\n " if subtitle else title, x=0.012, ha="left", fontsize=13, color=INK
+    )
+    figure.text(0.012, 1 - 0.34 / height, subtitle, va="top", fontsize=9.5, color=FAINT)
+    return figure
+
+
+def add_footer(figure: Figure, lines: Sequence[str]) -> None:
+    """Write small lines below everything, wrapped to the figure's width."""
+    columns = int(figure.get_figwidth() * 17)
+    wrapped = [part for line in lines for part in textwrap.wrap(line, columns)]
+    figure.supxlabel(
+        "\n".join(wrapped), x=0.012, ha="left", fontsize=7, color=FAINT, linespacing=1.4
+    )
+
+
+def line_look(painted_as: str, variant: int) -> dict[str, Any]:
+    """Return colour and dashes of a method's variants, told apart by shade and by dashes."""
+    shade = 1 - 0.62 ** min(variant, 3)
+    red, green, blue = (part + (1 - part) * 0.75 * shade for part in to_rgb(colour(painted_as)))
+    dashes = DASHES[min(variant, len(DASHES) - 1)]
+    return {"color": to_hex((red, green, blue)), "ls": dashes, "lw": 1.9}
+
+
+def finish(axes: Axes, title: str) -> None:
+    """Set the title, the frame and the grid."""
+    axes.set_title(title, **PANEL_TITLE)
+    axes.tick_params(colors=INK, which="both", length=3, labelsize=8.5)
+    axes.grid(axis="y", color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.xaxis.label.set(color=INK, fontsize=9.5)
+    axes.yaxis.label.set(color=INK, fontsize=9.5)
+
+
+def save(figure: Figure, folder: Path, name: str) -> list[Path]:
+    """Write PNG and PDF, each whole or not at all, and return their paths."""
+    paths = []
+    for kind in ("png", "pdf"):
+        content = io.BytesIO()
+        # Without the date, the same figure has the same bytes.
+        metadata = {"CreationDate": None} if kind == "pdf" else None
+        figure.savefig(content, format=kind, dpi=DPI, metadata=metadata)
+        paths.append(write(folder / f"{name}.{kind}", content.getvalue()))
+    return paths
+
+
+def write(path: Path, content: bytes) -> Path:
+    """Put a file in its place in one step, with its folder, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(content)
+        os.replace(part, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return path

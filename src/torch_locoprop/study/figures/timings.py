@@ -1,0 +1,76 @@
+"""Seconds per epoch, from runs that had the machine to themselves.
+
+The seconds of a run that shared its machine say nothing, and whether it did cannot be told later. So
+every line that is drawn by seconds is timed again, for a few epochs, alone, on one machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.figures.gather import Found, Library, environment_key
+
+LEAST = 2
+"""Epochs to time, after one that does not count: it may capture a graph and choose kernels."""
+
+
+def timing_config(config: RunConfig, images: int) -> RunConfig:
+    """Return the short run that times the configuration on so many images.
+
+    A preconditioner that is renewed every k steps is timed over whole periods of k.
+    """
+    steps = math.ceil(images / config.batch_size)
+    every = int(config.settings.get("every", 1))
+    period = every // math.gcd(every, steps)
+    return replace(config, epochs=1 + max(LEAST, period))
+
+
+def seconds_per_epoch(timing: Found) -> float:
+    """Return the mean over the epochs after the first."""
+    first, last = timing.metrics[1], timing.metrics[-1]
+    return (last.seconds - first.seconds) / (last.epoch - first.epoch)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Seconds per epoch of configurations, by their position, all from one machine."""
+
+    seconds: Mapping[int, float]
+    machine: str
+    left_out: tuple[int, ...]
+
+
+def timed(library: Library, wanted: Sequence[RunConfig], here: str | None) -> Clock:
+    """Return the seconds of these timing runs from the machine that has most, `here` if it ties."""
+    found = [library.timings(config) for config in wanted]
+    machines = {environment_key(each): each for same in found for each in same}
+    by_machine = {
+        machine: {
+            index: seconds_per_epoch(each)
+            for index, same in enumerate(found)
+            for each in same
+            if environment_key(each) == machine and _usable(each)
+        }
+        for machine in machines
+    }
+    if not by_machine:
+        return Clock({}, "", tuple(range(len(wanted))))
+    best = max(by_machine, key=lambda machine: (len(by_machine[machine]), machine == here))
+    seconds = by_machine[best]
+    missing = tuple(index for index in range(len(wanted)) if index not in seconds)
+    return Clock(seconds, _machine(machines[best]), missing)
+
+
+def _usable(timing: Found) -> bool:
+    """Whether it got beyond the epoch that does not count."""
+    return len(timing.metrics) > LEAST
+
+
+def _machine(found: Found) -> str:
+    name = str(found.environment.get("machine", "unknown machine"))
+    if found.config.device == "cuda":
+        return f"{name}, {found.config.precision}"
+    return f"{name}, {found.environment.get('threads')} threads"
