@@ -336,3 +336,7 @@ def test_dark_and_printed(shown: Any) -> None:
     eventually(shown, f"{ink} === '{light[1]}'")
     assert shown.evaluate(paper) == light[0]
     assert not shown.locator("#choices").is_visible()
+    width = "document.querySelector('#plot .main-svg').getBoundingClientRect().width"
+    assert shown.evaluate(width) == 680, "it fits A4 upright with margins of 12 mm"
+    shown.emulate_media(media="screen")
+    eventually(shown, f"{width} > 900")

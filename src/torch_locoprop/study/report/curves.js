@@ -3,6 +3,8 @@
 
 const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
 const SHOWN_AT_FIRST = 16;
+/** On paper the size is fixed: a page is laid out for its paper after the last moment to draw. */
+const PRINTED = { autosize: false, width: 680, height: 380 };
 
 /** A colour of the document's theme. */
 function themed(name) {
@@ -158,6 +160,7 @@ function layout(task, choice, range) {
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     modebar: { bgcolor: "rgba(0,0,0,0)", color: themed("--faint"), activecolor: themed("--ink") },
+    ...(matchMedia("print").matches ? PRINTED : { autosize: true }),
     showlegend: false,
     margin: { l: 68, r: 12, t: 12, b: 56 },
   };
