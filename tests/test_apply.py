@@ -203,7 +203,7 @@ def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimize
     [
         ({"apply": "gradient"}, "give both"),
         ({"outer": OUTER["sgd"]}, "give both"),
-        ({"apply": "nothing"}, "Unknown apply 'nothing'"),
+        ({"apply": "something"}, "Unknown apply 'something'"),
         ({"apply": "gradient", "outer": OUTER["sgd"], "weight_decay": 0.1}, "setting of outer="),
         ({"apply": "gradient", "outer": OUTER["sgd"], "lr": 0.0}, "must be > 0"),
         (

@@ -15,7 +15,7 @@ from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
-from torch_locoprop.solvers import SOLVERS, Solver
+from torch_locoprop.solvers import SOLVERS, FirstOrder, Solver
 from torch_locoprop.transfers import Linear
 from torch_locoprop.variants import VARIANTS, Variant
 
@@ -38,7 +38,14 @@ def method_for(layer: ServedLayer, group: Group, components: Components) -> Meth
     method = Method(
         variant, components.solver(group), components.regularizer(group), group["local_steps"]
     )
+    if group["steps"] % group["every"] != 0:
+        method = backprop_step(method)
+        return replace(method, solver=SOLVERS["sgd"]) if _is_exact(method) else method
     return method if layer.has_rows else backprop_step(method)
+
+
+def _is_exact(method: Method) -> bool:
+    return not isinstance(method.solver, FirstOrder)
 
 
 def backprop_step(method: Method) -> Method:

@@ -52,6 +52,10 @@ LAYER_SETTINGS = (
     "local_decay",
     "local_reduction",
     "maximize",
+    "every",
+    "gate",
+    "cap",
+    "cap_by",
 )
 
 

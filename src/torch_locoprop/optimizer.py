@@ -30,14 +30,16 @@ from torch_locoprop.groups import (
     restricted,
     warn_of_ignored,
 )
+from torch_locoprop.guards import all_finite, guarded
 from torch_locoprop.lanes import lanes
 from torch_locoprop.outer import APPLY, Outer, OuterFactory, as_gradient, outer_factor
+from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components, unknown
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import layer_row, table, unserved_row
-from torch_locoprop.survey import Unserved, survey
+from torch_locoprop.survey import Unserved, check_patterns, survey
 from torch_locoprop.transfers import Transfer, get
 from torch_locoprop.variants import Variant
 
@@ -75,8 +77,17 @@ class LocoProp(WithFallback):
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every output layer; name the others of a model with several heads in ``transfers``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
+        every: solve the local problems in every k-th step; the others are plain BackProp steps.
+        cap: longest displacement of a tensor, relative to the norm that ``cap_by`` names: that of
+            the ``weight``, or of the ``backprop`` step ``lr · gamma · G``. None: no cap.
+        gate: a layer whose local loss has risen, or whose solution is not finite, takes the BackProp
+            step instead. Costs one more product with all rows.
+        layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
+            back. None: all that can.
         apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
-            displacement, as a gradient, to the optimizer that ``outer`` makes.
+            displacement, as a gradient, to the optimizer that ``outer`` makes; ``nothing``, for control
+            runs, solves everything and applies nothing: weights stay, or get the plain gradient's
+            step of ``outer``.
         outer: makes that optimizer, or a list of several, of the parameters it is given. Schedules
             of this optimizer's lr act on it: its learning rates are multiplied by lr over the lr
             given here, while the local problem keeps the latter.
@@ -107,6 +118,11 @@ class LocoProp(WithFallback):
         transfers: Mapping[str, str | Transfer] | None = None,
         output_transfer: str | Transfer | None = None,
         loss_fn: Callable[..., Any] | None = None,
+        every: int = 1,
+        cap: float | None = None,
+        cap_by: str = "weight",
+        gate: bool = False,
+        layers: Iterable[str] | None = None,
         apply: str = "replace",
         outer: OuterFactory | None = None,
         fallback: FallbackFactory | None = None,
@@ -143,6 +159,10 @@ class LocoProp(WithFallback):
             "local_decay": local_decay,
             "local_reduction": local_reduction,
             "maximize": maximize,
+            "every": every,
+            "cap": cap,
+            "cap_by": cap_by,
+            "gate": gate,
             "local_lr": None,  # that of the local problem, where it is not lr
             "fallback": False,  # whose group it is
             "steps": 0,  # taken so far
@@ -151,7 +171,8 @@ class LocoProp(WithFallback):
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
         checked = [self._checked({**defaults, **group}) for group in groups]
         given = {p for group in checked for p in group["params"]}
-        served, unserved = survey(model, given)
+        self._patterns = None if layers is None else _patterns(layers, model)
+        served, unserved = survey(model, given, patterns=self._patterns)
         give_transfers(served, self._given_transfers)
         _check_any_served(served, unserved)
         local = {p for layer in served for p in layer.tensors.values()} & given
@@ -219,8 +240,9 @@ class LocoProp(WithFallback):
         fisher = running_fisher(layer, method, state.get("fisher"))
         if fisher is None and asks_for_fisher(method):
             method = self._without_fisher(layer, method)
+        problem = local_problem(layer, method, group_of, fisher, terms, self._outer is not None)
         new, states = method.solver.solve(
-            local_problem(layer, method, group_of, fisher, terms, self._outer is not None),
+            problem,
             {name: _like(p, self.state[p], without="fisher") for name, p in trained.items()},
             {name: numbers(group_of[p]) for name, p in trained.items()},
             method.local_steps,
@@ -228,11 +250,32 @@ class LocoProp(WithFallback):
         )
         if fisher is not None:
             states[owner]["fisher"] = fisher
-        ok = self._all_finite(layer, new, states)
-        self._keep(layer, states, ok)
+        return self._take(layer, problem, new, states, group_of)
+
+    def _take(
+        self,
+        layer: ServedLayer,
+        problem: LocalProblem,
+        new: Tensors,
+        states: dict[str, Tensors],
+        group_of: dict[nn.Parameter, Group],
+    ) -> dict[nn.Parameter, Tensor]:
+        """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
+        group = group_of[layer.given[0]]
+        entries = [entry for state in states.values() for entry in state.values()]
+        settled = all_finite([*new.values(), *entries])
+        self._keep(layer, states, settled)
+        found = guarded(problem, new, gate=group["gate"], cap=group["cap"], cap_by=group["cap_by"])
+        ok = all_finite(list(found.new.values())) if group["gate"] else settled
+        layer.count("skipped", ~ok)
+        layer.count("gated", found.gated)
+        layer.count("capped", found.capped)
         solution = {
-            layer.tensors[n]: layer.kind.restored(n, t, layer.tensors[n]) for n, t in new.items()
+            layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
+            for name, t in found.new.items()
         }
+        if self._apply == "nothing":
+            return {p: p.grad for p in solution if p.grad is not None}
         if self._outer is not None:
             return {p: as_gradient(p, moved, ok, group_of[p]) for p, moved in solution.items()}
         for p, value in solution.items():
@@ -248,14 +291,6 @@ class LocoProp(WithFallback):
             )
         self._fisher_missing = True
         return backprop_step(method)
-
-    def _all_finite(self, layer: ServedLayer, new: Tensors, states: dict[str, Tensors]) -> Tensor:
-        """Whether a solution and its state may be written; the layer counts those that may not."""
-        values = [*new.values(), *(value for state in states.values() for value in state.values())]
-        device = values[0].device
-        ok = torch.stack([value.isfinite().all().to(device) for value in values]).all()
-        layer.count_skip(~ok)
-        return ok
 
     def _keep(self, layer: ServedLayer, states: dict[str, Tensors], ok: Tensor) -> None:
         """Keep the solver's states, if all is finite."""
@@ -295,16 +330,19 @@ class LocoProp(WithFallback):
     def skipped_updates(self) -> dict[str, int]:
         """How often each layer's local solution was not finite and so was not written."""
         return {
-            layer.name: int(layer.skips) + self._skipped_before.get(layer.name, 0)
+            layer.name: int(layer.counts.get("skipped", 0))
+            + self._skipped_before.get(layer.name, 0)
             for layer in self._layers
         }
 
     @property
     def capturable(self) -> bool:
         """Whether a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
-        solvers = [self._components.solver(group) for group in self._local_groups()]
+        groups = self._local_groups()
+        solvers = [self._components.solver(group) for group in groups]
         return (
-            self._fallback is None
+            all(group["every"] == 1 for group in groups)
+            and self._fallback is None
             and self._outer is None
             and all(isinstance(solver, FirstOrder) for solver in solvers)
             and not any("fisher" in layer.needs for layer in self._layers)
@@ -326,7 +364,7 @@ class LocoProp(WithFallback):
         known = {p for own in self.param_groups for p in own["params"]}
         if known & set(group["params"]):
             raise ValueError("some parameters appear in more than one parameter group")
-        served, _ = survey(self._model, known | set(group["params"]))
+        served, _ = survey(self._model, known | set(group["params"]), patterns=self._patterns)
         local = {p for layer in served for p in layer.tensors.values()}
         warn_of_ignored([param_group], [group], local)
         for part in restricted([group], local):
@@ -367,7 +405,7 @@ class LocoProp(WithFallback):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
-            "_fallback _outer _warned _fisher_missing"
+            "_fallback _outer _apply _patterns _warned _fisher_missing"
         )
         own = {name: getattr(self, name) for name in kept.split()}
         own |= {"_fallback_factory": None, "_attached": False}
@@ -385,7 +423,8 @@ class LocoProp(WithFallback):
         """The optimizer that takes displacements for gradients, where the user asked for one."""
         if apply not in APPLY:
             raise ValueError(unknown("apply", apply, APPLY))
-        if (apply == "gradient") != (factory is not None):
+        self._apply = apply
+        if apply != "nothing" and (apply == "gradient") != (factory is not None):
             raise ValueError(
                 'apply="gradient" hands the local displacement to an optimizer that outer= makes: '
                 "give both, such as outer=lambda params: torch.optim.AdamW(params, lr=1e-3), or none."
@@ -407,7 +446,7 @@ class LocoProp(WithFallback):
         if self._attached:
             self._skipped_before = self.skipped_updates
         given = {p for group in self.param_groups for p in group["params"]}
-        self._layers, self._unserved = survey(self._model, given)
+        self._layers, self._unserved = survey(self._model, given, patterns=self._patterns)
         give_transfers(self._layers, self._given_transfers)
         check_agreement(self._layers, self._group_of())
         output_transfer = self._output_transfer or self._loss_transfer
@@ -451,7 +490,8 @@ class LocoProp(WithFallback):
 
     def _report_skips(self) -> None:
         """Warn of skipped updates once; on an accelerator, look only now and then."""
-        counters = [layer.skips for layer in self._layers if isinstance(layer.skips, Tensor)]
+        skips = [layer.counts.get("skipped") for layer in self._layers]
+        counters = [count for count in skips if isinstance(count, Tensor)]
         steps = next(group["steps"] for group in self._local_groups())
         if any(counter.is_cpu or steps % _LOOK_EVERY == 0 for counter in counters) and any(
             int(counter) for counter in counters
@@ -486,6 +526,13 @@ def _like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors
         for key, value in state.items()
         if key != without
     }
+
+
+def _patterns(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
+    """The names of layers to serve; one string is one pattern."""
+    patterns = (layers,) if isinstance(layers, str) else tuple(layers)
+    check_patterns(patterns, model)
+    return patterns
 
 
 def _fits(old: Tensor | None, new: Tensor) -> bool:

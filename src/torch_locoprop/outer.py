@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from torch_locoprop.groups import Group
 
-APPLY = ("replace", "gradient")
+APPLY = ("replace", "gradient", "nothing")
 
 OuterFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
 

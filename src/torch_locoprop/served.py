@@ -47,7 +47,9 @@ class ServedLayer:
     decided: bool = False  # what the recorded calls tell is settled
     note: str = ""  # why there is no transfer
     is_output: bool = False
-    skips: int | Tensor = 0  # local solutions that were not finite
+    counts: dict[str, int | Tensor] = field(
+        default_factory=dict
+    )  # of solutions, by what befell them
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _versions: list[int] = field(default_factory=list)  # of the gradients after the last commit
@@ -120,11 +122,15 @@ class ServedLayer:
         now = list(self.tensors.values())
         return "weight" in self.tensors and all(any(p is q for q in now) for p in self.given)
 
-    def count_skip(self, skipped: Tensor) -> None:
-        """Add one where the solution was not finite; on the device, without a look from the host."""
-        if not isinstance(self.skips, Tensor) or self.skips.device != skipped.device:
-            self.skips = torch.full((), int(self.skips), device=skipped.device)
-        self.skips += skipped
+    def count(self, what: str, happened: Tensor | None) -> None:
+        """Add one if it happened; on the device, without a look from the host."""
+        if happened is None:
+            return
+        known = self.counts.get(what, 0)
+        if not isinstance(known, Tensor) or known.device != happened.device:
+            known = torch.full((), int(known), device=happened.device)
+        known += happened
+        self.counts[what] = known
 
     def clear(self) -> None:
         self.calls.clear()

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torch_locoprop.guards import CAPS
 from torch_locoprop.losses import LocalLoss
 from torch_locoprop.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.solvers import LOCAL_DECAYS, SOLVERS, Solver
@@ -34,7 +35,9 @@ _NUMBERS = {
     "weight_decay": (0.0, True, math.inf),
 }
 
-_CHOICES = {"local_decay": LOCAL_DECAYS, "local_reduction": LOCAL_REDUCTIONS}
+_COUNTS = ("local_steps", "every")
+_SWITCHES = ("maximize", "gate")
+_CHOICES = {"local_decay": LOCAL_DECAYS, "local_reduction": LOCAL_REDUCTIONS, "cap_by": CAPS}
 
 
 class Components:
@@ -50,7 +53,7 @@ class Components:
     @property
     def settings(self) -> tuple[str, ...]:
         """Everything a group may override."""
-        return (*_NUMBERS, "local_steps", "maximize", *_CHOICES, *self._roles)
+        return (*_NUMBERS, "cap", *_COUNTS, *_SWITCHES, *_CHOICES, *self._roles)
 
     def variant(self, group: Mapping[str, Any]) -> Variant:
         variant: Variant = self._find("variant", group["variant"])
@@ -69,14 +72,18 @@ class Components:
         named = {**group, **{role: self._name(role, group[role]) for role in self._roles}}
         for name, (low, may_equal, high) in _NUMBERS.items():
             check_number(name, group[name], low, may_equal, high)
-        steps = group["local_steps"]
-        if isinstance(steps, bool) or not isinstance(steps, Integral) or steps < 1:
-            raise ValueError(f"Invalid local_steps={steps!r}. Must be an integer >= 1.")
+        if group["cap"] is not None:
+            check_number("cap", group["cap"], 0.0, False, math.inf)
+        for name in _COUNTS:
+            count = group[name]
+            if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
+                raise ValueError(f"Invalid {name}={count!r}. Must be an integer >= 1.")
         for name, choices in _CHOICES.items():
             if group[name] not in choices:
                 raise ValueError(unknown(name, group[name], choices))
-        if not isinstance(group["maximize"], bool):
-            raise ValueError(f"Invalid maximize={group['maximize']!r}. Must be True or False.")
+        for name in _SWITCHES:
+            if not isinstance(group[name], bool):
+                raise ValueError(f"Invalid {name}={group[name]!r}. Must be True or False.")
         self._check_together(named)
         return named
 

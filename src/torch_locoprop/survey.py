@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.served import ServedLayer
+from torch_locoprop.settings import unknown
 
 
 @dataclass(frozen=True)
@@ -22,11 +25,15 @@ class Unserved:
 
 
 def survey(
-    model: nn.Module, given: set[nn.Parameter], kinds: type[nn.Module] = nn.Module
+    model: nn.Module,
+    given: set[nn.Parameter],
+    kinds: type[nn.Module] = nn.Module,
+    patterns: Sequence[str] | None = None,
 ) -> tuple[list[ServedLayer], list[Unserved]]:
     """Every module with parameters ends up in exactly one of the two lists.
 
-    ``given`` are the parameters the optimizer was asked to train, ``kinds`` the modules it serves.
+    ``given`` are the parameters the optimizer was asked to train, ``kinds`` the modules it serves,
+    ``patterns`` the names of those it should serve.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
@@ -41,12 +48,22 @@ def survey(
         reason = kind.refuses(module) if kind else "no local problem for this kind of module"
         ours = [p for p in own if p in given]
         reason = reason or _tied(module, owners)
+        if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
+            reason = reason or "not among layers="
         reason = reason or ("not given to this optimizer" if not ours else None)
         if kind and reason is None:
             served.append(ServedLayer(name, module, kind, ours))
         elif own:
             unserved.append(Unserved(name, type(module).__name__, str(reason), own))
     return served, unserved
+
+
+def check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
+    """Raise if a pattern matches no module: it is a mistake in writing."""
+    names = [name for name, module in model.named_modules() if layer_kind(module) is not None]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(unknown("layer in layers=", pattern, names))
 
 
 def _check_initialized(name: str, parameter: nn.Parameter) -> None:
