@@ -105,6 +105,35 @@ def test_each_member_may_have_rows_of_its_own() -> None:
         torch.testing.assert_close(own.layers[0]["weight"][member], single.layers[0]["weight"][0])
 
 
+@pytest.mark.parametrize("solver", ["adam", "rmsprop"])
+def test_kept_members_go_on_as_if_nothing_had_been(solver: str) -> None:
+    """In any order, with their own weights, states and numbers; a count of steps is all's."""
+    numbers = [*NUMBERS, {**NUMBERS[0], "lr": 5e-3}]
+    method = Method(VARIANTS["locoprop-m"], SOLVERS[solver], local_steps=3)
+    whole, part = (
+        GraphedPopulation(
+            Population([model(k) for k in range(3)], TRANSFERS, method, numbers), IMAGES, rows=16
+        )
+        for _ in range(2)
+    )
+    for step in range(8):
+        if step == 4:
+            part.keep([2, 0])
+        for population in (whole, part):
+            population.step(torch.arange(16) + (step % 4) * 16, rate=0.5)
+    assert len(part.population) == 2
+    expected = whole.population.losses(IMAGES)[[2, 0]]
+    torch.testing.assert_close(part.population.losses(IMAGES), expected, rtol=1e-12, atol=0)
+    assert part.population.skipped.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("members", [[], [0, 0], [2], [-1]])
+def test_only_members_can_be_kept(members: list[int]) -> None:
+    population = Population([model(0), model(1)], TRANSFERS, Method(), NUMBERS)
+    with pytest.raises(ValueError, match=r"Must be different ones of 0..1"):
+        population.keep(members)
+
+
 @pytest.mark.parametrize(
     ("models", "behind", "numbers", "message"),
     [

@@ -106,14 +106,37 @@ class Population:
 
     @torch.no_grad()
     def losses(self, images: Tensor, rows: int = 10_000) -> Tensor:
-        """Each member's loss on all images ``[n, pixels]``: ``[K]``, on the device."""
-        total = torch.zeros_like(self.numbers["lr"])
-        for part in torch.split(images, rows):
+        """Each member's loss on all images ``[n, pixels]``: ``[K]``, float64, on the device.
+
+        ``rows`` images are evaluated at a time, divided among the members.
+        """
+        total = torch.zeros(len(self), dtype=torch.float64, device=images.device)
+        for part in torch.split(images, max(rows // len(self), 1)):
             target = part.expand(len(self), *part.shape)
             logits = self._forward(target)[1][-1]
             per_pixel = F.binary_cross_entropy_with_logits(logits, target, reduction="none")
-            total += per_pixel.sum((-2, -1))
+            total += per_pixel.sum((-2, -1)).double()
         return total / len(images)
+
+    def keep(self, members: Sequence[int]) -> None:
+        """Go on with these members alone, in this order; the others cost nothing any more."""
+        if (
+            not members
+            or len(set(members)) != len(members)
+            or not set(members) <= set(range(len(self)))
+        ):
+            raise ValueError(
+                f"Invalid members={list(members)}. Must be different ones of 0..{len(self) - 1}, "
+                "and at least one."
+            )
+        index = torch.tensor(members, device=self.skipped.device)
+        self.layers = [_selected(layer, index) for layer in self.layers]
+        self.states = [
+            {name: _selected(state, index) for name, state in states.items()}
+            for states in self.states
+        ]
+        self.numbers = _selected(self.numbers, index)
+        self.skipped = self.skipped[index]
 
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The input and the pre-activation of every layer."""
@@ -195,8 +218,16 @@ def spread_mask(mask: Tensor, like: Tensor) -> Tensor:
     return mask.reshape(-1, *([1] * (like.dim() - 1)))
 
 
+def _selected(tensors: Tensors, index: Tensor) -> Tensors:
+    """Those of the members; what all share, a count of iterations, stays."""
+    return {name: t[index] if t.dim() > 0 else t for name, t in tensors.items()}
+
+
 class GraphedPopulation:
-    """Replays a population's step on a GPU as one CUDA graph; elsewhere it just steps."""
+    """Replays a population's step on a GPU as one CUDA graph; elsewhere it just steps.
+
+    The graph is of ``rows`` images; a step on another number of them is taken as it stands.
+    """
 
     def __init__(self, population: Population, images: Tensor, rows: int) -> None:
         self.population = population
@@ -206,14 +237,20 @@ class GraphedPopulation:
 
     def step(self, index: Tensor, rate: float) -> None:
         """One step on ``images[index]`` at ``rate`` times each member's learning rate."""
-        self.index.copy_(index)
         self.population.rate.fill_(rate)
+        if not self.images.is_cuda or len(index) != len(self.index):
+            self.population.step(self.images[index])
+            return
+        self.index.copy_(index)
         if self._graph is not None:
             self._graph.replay()
-        elif self.images.is_cuda:
-            self._capture()
         else:
-            self.population.step(self.images[self.index])
+            self._capture()
+
+    def keep(self, members: Sequence[int]) -> None:
+        """Go on with these members alone; their tensors are new, so is the graph."""
+        self._graph = None
+        self.population.keep(members)
 
     def _capture(self) -> None:
         """Take the first step on a side stream, as capture requires, then record the next ones."""
