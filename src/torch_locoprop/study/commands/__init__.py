@@ -11,6 +11,7 @@ from torch_locoprop.study.commands.datasets import datasets_command
 from torch_locoprop.study.commands.figure import figure
 from torch_locoprop.study.commands.report import report
 from torch_locoprop.study.commands.train import train
+from torch_locoprop.study.commands.tune import tune
 
 app = typer.Typer(
     name="locoprop",
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command(epilog=options.METHODS)(train)
 app.command(epilog=options.METHODS)(compare)
+app.command(epilog=options.METHODS)(tune)
 app.command("datasets")(datasets_command)
 app.command()(figure)
 app.command()(report)
