@@ -120,6 +120,7 @@ def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], 
     # matplotlib takes a while to import, and no other command needs it.
     from torch_locoprop.study.figures.cost_figure import make_costs
     from torch_locoprop.study.figures.make import Maker
+    from torch_locoprop.study.figures.work import using_threads
 
     console = Console(stderr=True, highlight=False, markup=False)
 
@@ -134,12 +135,10 @@ def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], 
 
     maker = Maker(order, watching, say)
     try:
-        made = []
-        if "matching-loss" in names:
-            made.append(_matching(order))
-        made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
-        if "costs" in names:
-            made.append(make_costs(order, say))
+        made = [_matching(order)] if "matching-loss" in names else []
+        with using_threads(order.scale.threads):
+            made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
+            made += [make_costs(order, say)] if "costs" in names else []
     except KeyboardInterrupt:
         console.print("Interrupted. The same command goes on where it stopped.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None

@@ -105,7 +105,8 @@ class Scale:
 
     `settings` belong to a method on every task, `special` to a method on one task; `solvers` are the
     settings of LocoProp-M with each solver. `images` are how many to train and test on, of the
-    embedded data; None takes the whole data set of the task.
+    embedded data; None takes the whole data set of the task. `threads` are those of each process;
+    None leaves the cores to one run, or divides them among the runs.
     """
 
     tasks: Mapping[str, Settings]
@@ -114,6 +115,7 @@ class Scale:
     special: Mapping[str, Mapping[str, Settings]]
     solvers: Mapping[str, Settings]
     images: tuple[int, int] | None = None
+    threads: int | None = None
     note: str = ""
 
     def series(self, task: str, method: str, name: str = "", **fixed: Any) -> Series:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.catalog import Loss, LossFigure, Panel, Series
@@ -114,9 +114,11 @@ def _panel(axes: Axes, panel: Panel, lines: Sequence[Drawn]) -> None:
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=style.FAINT)
     elif panel.by == "epoch":
         axes.set_xlim(left=0)
+        axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     else:
         axes.set_xscale("log")
-        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.xaxis.set_minor_formatter(NullFormatter())
     style.finish(axes, panel.title)
 

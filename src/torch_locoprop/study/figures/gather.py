@@ -6,6 +6,7 @@ device and precision only where these were asked for.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,16 +98,22 @@ class Library:
         key = self.place.key(self.place.on(config)) + TIMINGS
         return [each for each in self._of(key, config) if each.result.finished]
 
-    def folder_for(self, config: RunConfig, *, timing: bool = False) -> Path:
+    def folder_for(self, config: RunConfig) -> Path:
         """Return where to run the configuration: where it was begun, or a folder of its own."""
         exact = self.place.on(config)
-        root = self.folders[0]
-        for each in () if timing else self._like(config):
+        for each in self._like(config):
             begun = not each.result.finished and each.config == exact
-            if begun and each.result.folder.is_relative_to(root):
+            if begun and each.result.folder.is_relative_to(self.folders[0]):
                 return each.result.folder
-        name = exact.name(self.images.load(config.dataset).fingerprint)
-        return root / TIMINGS / name if timing else root / name
+        return self.folders[0] / self._name(exact)
+
+    def timing_folder(self, config: RunConfig, machine: str) -> Path:
+        """Return where to time the configuration: every machine has folders of its own."""
+        digest = hashlib.sha256(machine.encode()).hexdigest()[:6]
+        return self.folders[0] / TIMINGS / f"{self._name(self.place.on(config))}-{digest}"
+
+    def _name(self, config: RunConfig) -> str:
+        return config.name(self.images.load(config.dataset).fingerprint)
 
     def _like(self, config: RunConfig) -> Iterator[Found]:
         return self._of(self.place.key(self.place.on(config)), config)

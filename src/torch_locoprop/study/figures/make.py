@@ -67,7 +67,8 @@ class Maker:
             return
         self.say(f"{len(jobs)} runs are missing; they go to {self.order.folders[0]}.")
         if self.order.jobs > 1:
-            work.together(jobs, self.order.images, self.order.jobs, self._counting(len(jobs)))
+            done, threads = self._counting(len(jobs)), self.order.scale.threads
+            work.together(jobs, self.order.images, self.order.jobs, done, threads)
         else:
             work.one_by_one(jobs, self.order.images, self.watching, self._done)
 
@@ -95,7 +96,11 @@ class Maker:
             if reason:
                 self.reasons.setdefault(_key(config), reason)
                 continue
-            folder = self.library.folder_for(config, timing=timing)
+            folder = (
+                self.library.timing_folder(config, self._here())
+                if timing
+                else self.library.folder_for(config)
+            )
             name = f"{'timing ' if timing else ''}{config.dataset} {config.model} {config.method}"
             jobs.setdefault(_key(config), work.Job(self.order.place.on(config), folder, name))
         return list(jobs.values())

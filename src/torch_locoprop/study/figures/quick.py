@@ -55,7 +55,7 @@ QUICK = Scale(
             "decay": 0.857,
             "eps": 1e-9,
         },
-        "kfac": {"lr": 0.3, "damping": 0.03, "clip": 0.1},
+        "kfac": {"lr": 0.1, "damping": 0.03, "clip": 0.3, "momentum": 0.5},
         "shampoo": {"lr": 2e-3, "momentum": 0.8, "decay": 0.95},
         "muon": {"lr": 0.03},
         "soap": {"lr": 0.01},
@@ -70,5 +70,6 @@ QUICK = Scale(
         "rmsprop": {},
     },
     images=IMAGES,
+    threads=1,  # more would gain little on such small matrices, and lose all on a busy machine
     note=f"quick version: {IMAGES[0]:,} embedded curves whatever the name",
 )

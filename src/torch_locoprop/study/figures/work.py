@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,10 +53,12 @@ def one_by_one(jobs: Sequence[Job], images: Images, watching: Watching, done: Do
         done(outcome)
 
 
-def together(jobs: Sequence[Job], images: Images, processes: int, done: Done) -> None:
+def together(
+    jobs: Sequence[Job], images: Images, processes: int, done: Done, threads: int | None = None
+) -> None:
     """Do so many jobs at a time; Ctrl-C ends the processes, whose runs can go on later."""
     context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU
-    threads = max(1, (os.cpu_count() or 1) // processes)
+    threads = threads or max(1, (os.cpu_count() or 1) // processes)
     pool = ProcessPoolExecutor(processes, context, _prepare, (threads,))
     before = set(multiprocessing.active_children())
     try:
@@ -69,6 +71,17 @@ def together(jobs: Sequence[Job], images: Images, processes: int, done: Done) ->
             process.terminate()
         raise
     pool.shutdown()
+
+
+@contextmanager
+def using_threads(threads: int | None) -> Iterator[None]:
+    """So many threads in this process, and as many as before afterwards."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _prepare(threads: int) -> None:

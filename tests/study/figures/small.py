@@ -1,0 +1,57 @@
+"""Figures of a second: fifty images, a tiny model, two epochs, and orders for them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch_locoprop.study.figures.catalog import Scale
+from torch_locoprop.study.figures.gather import Place
+from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.figures.make import Maker
+from torch_locoprop.study.figures.order import Order
+from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.runner import Metrics
+
+TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
+
+SCALE: Scale = replace(
+    QUICK,
+    tasks={**dict.fromkeys(QUICK.tasks, TASK), "relu": {**TASK, "transfer": "relu"}},
+    renewed=dict.fromkeys(QUICK.renewed, ("kfac@2",)),
+    images=(40, 10),
+    note="small",
+)
+IMAGES = Images(counts=(40, 10))
+
+
+def order(folder: Path, **values: Any) -> Order:
+    fields: dict[str, Any] = {
+        "scale": SCALE,
+        "images": IMAGES,
+        "place": Place(),
+        "folders": (folder / "runs",),
+        "out": folder / "figures",
+        "without": ("soap", "muon"),
+    }
+    return Order(**{**fields, **values})
+
+
+@contextmanager
+def unwatched(name: str, epochs: int) -> Iterator[Any]:
+    def watch(row: Metrics) -> None:
+        pass
+
+    yield watch
+
+
+class Making:
+    """A maker, and all that it said."""
+
+    def __init__(self, asked: Order) -> None:
+        self.said: list[str] = []
+        self.maker = Maker(asked, unwatched, self.said.append)
+
+    def __call__(self, *names: str) -> Any:
+        return self.maker.loss_figures(names)

@@ -1,0 +1,102 @@
+"""Every figure is valid data: configurations that can be built, lines that differ."""
+
+import json
+
+import pytest
+import small
+
+from torch_locoprop.study.figures import catalog
+from torch_locoprop.study.figures.catalog import Scale
+from torch_locoprop.study.figures.protocol import PROTOCOL
+from torch_locoprop.study.figures.quick import QUICK
+
+LOSSES = [name for name in catalog.NAMES if name not in ("matching-loss", "costs")]
+SCALES = {"paper": PROTOCOL, "quick": QUICK}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("scale", SCALES)
+def test_lines_of_a_panel_differ_in_label_run_and_look(name: str, scale: str) -> None:
+    figure = catalog.loss_figure(name, SCALES[scale])
+    assert figure.panels
+    for panel in figure.panels:
+        runs = [json.dumps(each.config.to_dict(), sort_keys=True) for each in panel.series]
+        labels = [each.label for each in panel.series]
+        looks = [(each.painted_as, each.variant) for each in panel.series]
+        for distinct in (runs, labels, looks):
+            assert len(set(distinct)) == len(panel.series)
+
+
+def test_the_names_are_those_of_the_study() -> None:
+    assert len(set(catalog.NAMES)) == len(catalog.NAMES)
+    for name in ("first-order", "s-vs-m", "inner-solvers", "standard", "wide", "deep", "costs"):
+        assert catalog.entry_of(name).title
+    with pytest.raises(ValueError, match="Did you mean 'standard'"):
+        catalog.entry_of("standart")
+
+
+def test_the_protocol_is_the_papers() -> None:
+    figure = catalog.loss_figure("standard", PROTOCOL)
+    by_epoch, by_seconds = figure.panels
+    assert (by_epoch.by, by_seconds.by) == ("epoch", "seconds")
+    assert by_epoch.series == by_seconds.series
+    for config in figure.configs:
+        task = (config.dataset, config.model, config.transfer, config.batch_size, config.epochs)
+        assert task == ("mnist", "standard", "tanh", 1000, 100)
+    assert len(figure.timed) == len(figure.configs) == len(by_epoch.series)
+    (relu, _) = catalog.loss_figure("relu", PROTOCOL).panels
+    assert {each.config.transfer for each in relu.series} == {"relu"}
+    small_batches = catalog.loss_figure("batch-100", PROTOCOL)
+    assert {config.batch_size for config in small_batches.configs} == {100}
+
+
+def test_s_against_m_at_four_numbers_of_iterations() -> None:
+    (panel,) = catalog.loss_figure("s-vs-m", PROTOCOL).panels
+    found = {(s.config.method, s.config.settings["local_steps"]) for s in panel.series}
+    assert found == {(m, t) for m in ("locoprop-s", "locoprop-m") for t in (1, 5, 10, 50)}
+
+
+def test_inner_solvers_are_locoprop_m_with_each() -> None:
+    (panel,) = catalog.loss_figure("inner-solvers", QUICK).panels
+    assert {s.config.method for s in panel.series} == {"locoprop-m"}
+    assert [s.config.settings["solver"] for s in panel.series] == list(QUICK.solvers)
+
+
+def test_test_losses_have_a_panel_for_each_task() -> None:
+    figure = catalog.loss_figure("test-losses", QUICK)
+    assert [panel.task for panel in figure.panels] == list(catalog.TEST_LOSSES)
+    assert {panel.loss for panel in figure.panels} == {"test_loss"}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_quick_is_embedded_data_on_small_models(name: str) -> None:
+    figure = catalog.loss_figure(name, QUICK)
+    assert "quick" in figure.note
+    for config in figure.configs:
+        assert config.dataset == "curves"
+        assert config.epochs <= 20
+        assert max(int(width) for width in config.model.split("-")[1:]) <= 400
+
+
+def test_a_method_at_k_looks_the_same_in_every_figure() -> None:
+    def looks(scale: Scale) -> dict[str, set[int]]:
+        found: dict[str, set[int]] = {}
+        for task in scale.tasks:
+            for each in catalog.loss_figure(task, scale).panels[0].series:
+                found.setdefault(each.config.method, set()).add(each.variant)
+        return found
+
+    for variants in (looks(PROTOCOL), looks(QUICK)):
+        assert all(len(same) == 1 for same in variants.values())
+    assert looks(PROTOCOL)["kfac@1"] == {0}
+    assert looks(PROTOCOL)["kfac@10"] == {1}
+
+
+def test_settings_of_one_task_go_before_those_of_all() -> None:
+    scale = small.SCALE
+    changed = Scale(
+        scale.tasks, scale.renewed, {"adam": {"lr": 1.0}}, {"relu": {"adam": {"lr": 2.0}}}, {}
+    )
+    assert changed.series("relu", "adam").config.settings["lr"] == 2.0
+    assert changed.series("deep", "adam").config.settings["lr"] == 1.0
+    assert changed.series("deep", "adam", eps=0.5).config.settings["eps"] == 0.5

@@ -1,0 +1,124 @@
+"""The table of costs: formulas by hand, memory of known work, and a file that is reused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+from torch import nn
+
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.figures import cost_figure, cost_table, costs
+from torch_locoprop.study.figures.costs import Cost
+from torch_locoprop.study.figures.memory import peak_bytes
+
+LAYER = [(3, 5)]
+
+
+@pytest.mark.parametrize(
+    ("method", "memory", "computation"),
+    [
+        ("sgd", 0, 0),
+        ("adam", 15, 15),
+        ("rmsprop", 15, 15),
+        ("locoprop-m", 15 + 7 * 8, 7 * 10 * 15),
+        ("locoprop-s", 15 + 7 * 8, 7 * 10 * 15),
+        ("shampoo", 9 + 25, 27 + 125),
+        ("shampoo@4", 9 + 25, (27 + 125) / 4),
+        ("kfac", 9 + 25, 7 * (9 + 25) + (27 + 125) + 7 * 15),
+        ("kfac@4", 9 + 25, 7 * (9 + 25) + (27 + 125) / 4 + 7 * 15),
+    ],
+)
+def test_the_formulas_for_a_layer_of_three_inputs_and_five_outputs(
+    method: str, memory: float, computation: float
+) -> None:
+    """Batch size 7, ten local iterations; the numbers are the paper's Table 1 by hand."""
+    assert costs.memory_formula(method, LAYER, 7) == memory
+    assert costs.computation_formula(method, LAYER, 7, 10) == pytest.approx(computation)
+    twice = costs.computation_formula(method, LAYER * 2, 7, 10)
+    assert twice == pytest.approx(2 * computation)
+
+
+def test_layers_of_the_autoencoder() -> None:
+    assert costs.layers_of("784-20-5") == [(784, 20), (20, 5), (5, 20), (20, 784)]
+    weights = sum(a * b for a, b in costs.layers_of("standard"))
+    assert weights == 2 * (784_000 + 500_000 + 125_000 + 7_500)
+
+
+def test_every_method_of_the_table_has_its_formulas() -> None:
+    for method in costs.METHODS:
+        kind = costs.kind_of(method)
+        assert kind in costs.MEMORY
+        assert kind in costs.COMPUTATION
+
+
+def test_memory_is_what_is_alive_at_a_time() -> None:
+    kept: list[torch.Tensor] = []
+    before = torch.ones(1000)
+
+    def work() -> None:
+        kept.append(torch.zeros(1000))  # 4000 bytes that stay
+        for _ in range(5):
+            torch.ones(500).add_(1)  # 2000 bytes at a time
+        before.view(10, 100).mul_(2)  # nothing new
+        kept[0][10:].add_(1)
+
+    assert peak_bytes(work, "cpu") == 6000
+
+
+def test_memory_sees_the_backward_pass() -> None:
+    layer = nn.Linear(100, 50, bias=False)
+    x = torch.ones(10, 100)
+    held = peak_bytes(lambda: layer(x).sum().backward(), "cpu")
+    gradient = 100 * 50 * 4
+    assert gradient <= held < 1.5 * gradient
+
+
+def test_adam_keeps_two_numbers_a_weight_that_sgd_does_not() -> None:
+    def peak(method: str) -> float:
+        return costs.measured(RunConfig(method, model="784-30-5", batch_size=10)).peak_mib
+
+    weights = sum(a * b for a, b in costs.layers_of("784-30-5")) * 4 / 2**20
+    # Two averages that stay, and what a step computes on the way.
+    assert 2 * weights <= peak("adam") - peak("sgd") < 6 * weights
+
+
+def test_the_table_shows_what_is_beyond_backprop() -> None:
+    rows = cost_table.rows(
+        [Cost("sgd", 0, 0, 10.0, 5.0), Cost("kfac@10", 2**20, 1.5e9, 32.0, 25.5)]
+    )
+    assert rows[0][0] == "BackProp (SGD)"
+    assert rows[0][2:4] == ["–", "–"]
+    assert rows[1][0] == "K-FAC@10"
+    assert rows[1][2:4] == ["4.0", "20.5"]
+    assert rows[1][5:] == ["3", "22", "32"]
+
+
+def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def measured(config: RunConfig) -> Cost:
+        calls.append(config.method)
+        return Cost(config.method, 1.0, 2.0, 3.0, 4.0)
+
+    monkeypatch.setattr(costs, "measured", measured)
+    said: list[str] = []
+
+    def make(**values: Any) -> Any:
+        return cost_figure.make_costs(small.order(tmp_path, **values), said.append)
+
+    nothing = make(only_existing=True)
+    assert nothing.files == ()
+    assert "nothing was measured" in said[-1]
+    made = make()
+    assert calls == list(costs.METHODS)
+    assert [path.name for path in made.files] == ["costs.png", "costs.pdf", "costs.md"]
+    assert made.files[2].read_text() == made.text
+    assert "| LocoProp-M |" in made.text
+    assert all(path.stat().st_size > 400 for path in made.files)
+    assert make().text == made.text
+    assert make(only_existing=True).text == made.text
+    assert len(calls) == len(costs.METHODS)
+    make(without=("shampoo@1",))  # another table
+    assert len(calls) == 2 * len(costs.METHODS) - 1

@@ -1,0 +1,160 @@
+"""What a picture of losses says: limits, legends, bands, divergence, seconds."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import small
+from matplotlib.figure import Figure
+
+from torch_locoprop.study import runner
+from torch_locoprop.study.figures import captions, catalog, curves, style
+from torch_locoprop.study.figures.catalog import LossFigure
+from torch_locoprop.study.figures.curves import Drawn
+from torch_locoprop.study.figures.gather import Found
+from torch_locoprop.study.run_folder import Metrics
+from torch_locoprop.study.runner import RunResult
+
+ENVIRONMENT = {"machine": "NVIDIA H200", "torch": "2.11.0+cu130", "threads": 1}
+DATA = {"name": "curves", "source": "made for tests", "fingerprint": "0"}
+
+
+def found(method: str, losses: Sequence[float], *, diverged: bool = False, seed: int = 0) -> Found:
+    config = small.SCALE.series("standard", method).config
+    config = replace(config, epochs=len(losses) - 1, seed=seed)
+    rows = [Metrics(n, x, x + 10, n, 1.0, False) for n, x in enumerate(losses)]
+    rows[-1] = replace(rows[-1], diverged=diverged)
+    return Found(RunResult(Path(f"{method}-{seed}"), config, tuple(rows)), DATA, ENVIRONMENT)
+
+
+def line(method: str, *runs: Found, seconds: float | None = None) -> Drawn:
+    return Drawn(small.SCALE.series("standard", method), runs, seconds)
+
+
+def picture(lines: list[Drawn], name: str = "standard") -> Figure:
+    figure = catalog.loss_figure(name, small.SCALE)
+    return curves.draw(figure, [lines] * len(figure.panels), "subtitle", ["footer"])
+
+
+def legend(figure: Figure) -> list[str]:
+    return [text.get_text() for text in figure.legends[0].get_texts()]
+
+
+FALLING = [100.0, 60.0, 50.0, 45.0, 42.0, 41.0, 40.5, 40.2, 40.1, 40.0, 40.0]
+
+
+def test_the_legend_is_by_final_loss_and_names_what_diverged() -> None:
+    lines = [
+        line("sgd", found("sgd", [100.0, 5000.0], diverged=True)),
+        line("adam", found("adam", [x + 5 for x in FALLING])),
+        line("locoprop-m", found("locoprop-m", FALLING)),
+    ]
+    assert legend(picture(lines)) == ["LocoProp-M: 40.00", "Adam: 45.00", "SGD: diverged"]
+
+
+def test_a_line_above_the_picture_is_marked() -> None:
+    stuck = [100.0] + 10 * [95.0]
+    lines = [
+        line("adam", found("adam", [x + 1 for x in FALLING])),
+        line("sgd", found("sgd", stuck)),
+    ]
+    lines += [line("locoprop-m", found("locoprop-m", FALLING))]
+    figure = picture(lines)
+    assert "SGD: 95.00 ↑" in legend(figure)
+    bottom, top = figure.axes[0].get_ylim()
+    assert bottom < 40 < 61 <= top < 95
+
+
+def test_seeds_are_a_mean_and_a_band() -> None:
+    runs = [
+        found("adam", [x + shift for x in FALLING], seed=n) for n, shift in enumerate((0, 3, 6))
+    ]
+    figure = picture([line("adam", *runs)])
+    axes = figure.axes[0]
+    assert np.allclose(axes.lines[0].get_ydata(), [x + 3 for x in FALLING])
+    (band,) = axes.collections
+    corners = band.get_paths()[0].vertices[:, 1]
+    assert (corners.min(), corners.max()) == pytest.approx((40.0, 106.0))
+    assert legend(figure) == ["Adam: 43.00"]
+
+
+def test_one_seed_that_diverged_is_counted_and_does_not_spoil_the_mean() -> None:
+    runs = [found("adam", FALLING), found("adam", [100.0, 9999.0], diverged=True, seed=1)]
+    assert legend(picture([line("adam", *runs)])) == ["Adam: 40.00 (1 of 2 diverged)"]
+
+
+def test_seconds_are_epochs_times_the_clock() -> None:
+    lines = [line("adam", found("adam", FALLING), seconds=0.5), line("sgd", found("sgd", FALLING))]
+    _, by_seconds = picture(lines).axes
+    timed = [each for each in by_seconds.lines if len(each.get_xdata()) > 1]
+    assert len(timed) == 1  # the line that was not timed is not drawn
+    assert np.allclose(timed[0].get_xdata(), 0.5 * np.arange(1, 11))
+    assert by_seconds.get_xscale() == "log"
+
+
+def test_an_empty_panel_says_so() -> None:
+    texts = [text.get_text() for axes in picture([]).axes for text in axes.texts]
+    assert texts == ["not run yet", "not timed yet"]
+
+
+def test_train_and_test_losses_stand_together() -> None:
+    figure = picture([line("adam", found("adam", FALLING))], "relu")
+    assert legend(figure) == ["Adam: 40.00 / 50.00"]
+    train, test = figure.axes
+    assert np.allclose(test.lines[0].get_ydata(), np.add(train.lines[0].get_ydata(), 10))
+
+
+def test_losses_that_are_not_finite_can_be_drawn(tmp_path: Path) -> None:
+    lines = [line("sgd", found("sgd", [100.0, float("nan")], diverged=True))]
+    assert legend(picture(lines)) == ["SGD: diverged"]
+    style.save(picture(lines), tmp_path, "nan")
+
+
+def test_variants_differ_in_shade_and_dashes() -> None:
+    looks = [style.line_look("kfac", variant) for variant in range(4)]
+    assert len({look["color"] for look in looks}) == 4
+    assert len({str(look["ls"]) for look in looks}) == 4
+    assert looks[0]["color"] == "#6a3d9a"
+
+
+def test_files_are_replaced_whole_and_the_same_twice(tmp_path: Path) -> None:
+    lines = [line("adam", found("adam", FALLING))]
+    first = [path.read_bytes() for path in style.save(picture(lines), tmp_path / "new", "a")]
+    second = [path.read_bytes() for path in style.save(picture(lines), tmp_path / "new", "a")]
+    assert first == second
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["a.pdf", "a.png"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        style.save(picture(lines), tmp_path / "file", "a")
+
+
+def footer(figure: LossFigure, runs: list[Found], *more: Any) -> str:
+    return "\n".join(captions.footer_of(figure, runs, *more))
+
+
+def test_the_footer_says_where_and_how() -> None:
+    figure = catalog.loss_figure("standard", small.SCALE)
+    runs = [found("adam", FALLING), found("adam", FALLING, seed=3)]
+    text = footer(figure, runs, "a machine", ("SOAP (not run)",), "locoprop figure standard")
+    for part in (
+        *("CURVES (made for tests)", "784-6-3, tanh, batches of 20", "10 epochs", "seeds 0, 3"),
+        *("NVIDIA H200, fp32, torch 2.11.0", "a machine", "SOAP (not run)", "Figures 4 (a)"),
+        "Made by: locoprop figure standard",
+    ):
+        assert part in text
+    assert captions.subtitle_of(figure) == "small; 784-6-3, tanh, batches of 20"
+
+
+def test_every_figure_of_losses_is_drawn(tmp_path: Path) -> None:
+    """All of them from the same few runs: a grid, two panels, one panel."""
+    config = small.SCALE.series("standard", "adam").config
+    runner.run(config, tmp_path / "runs" / "adam", data=small.IMAGES.load("curves"))
+    making = small.Making(small.order(tmp_path, only_existing=True))
+    names = ("first-order", "standard", "curves", "test-losses")
+    for made in making(*names):
+        assert [path.suffix for path in made.files] == [".png", ".pdf"]
+        assert made.files[0].read_bytes().startswith(b"\x89PNG")
+        assert made.files[1].read_bytes().startswith(b"%PDF")

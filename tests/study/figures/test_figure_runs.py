@@ -1,0 +1,241 @@
+"""Runs are found, finished and run once; where they were made does not matter unless asked."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import small
+import torch
+
+from torch_locoprop.study import datasets, runner
+from torch_locoprop.study.datasets import Dataset, DatasetError
+from torch_locoprop.study.figures import catalog, images, timings, work
+from torch_locoprop.study.figures.gather import Library, Place, where_made
+from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.run_folder import RunFolder
+from torch_locoprop.study.runner import result_of
+
+FOLDER = "runs"
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The methods that were really run, in their order; timings are named so."""
+    names: list[str] = []
+
+    def run(config: Any, folder: Path, **options: Any) -> Any:
+        names.append(("timing " if "timings" in folder.parts else "") + config.method)
+        return runner.run(config, folder, **options)
+
+    monkeypatch.setattr(work, "run", run)
+    return names
+
+
+METHODS = ["rmsprop", "adam", "locoprop-s", "locoprop-m", "kfac@2"]
+
+
+def test_missing_runs_are_run_once_and_then_reused(tmp_path: Path, executed: list[str]) -> None:
+    (made,) = small.Making(small.order(tmp_path))("relu")
+    assert executed == METHODS
+    assert {path.suffix for path in made.files} == {".png", ".pdf"}
+    assert all(path.stat().st_size > 10_000 for path in made.files)
+    assert len(made.runs) == len(METHODS)
+    executed.clear()
+    again = small.Making(small.order(tmp_path))
+    assert again("relu")[0].runs == made.runs
+    assert executed == []
+    assert again.said == []
+
+
+def test_figures_share_runs_and_timings_come_last(tmp_path: Path, executed: list[str]) -> None:
+    making = small.Making(small.order(tmp_path))
+    making("standard", "curves", "fashion-mnist")
+    assert executed == METHODS + [f"timing {method}" for method in METHODS]
+    executed.clear()
+    small.Making(small.order(tmp_path))("standard")
+    assert executed == []
+
+
+def test_an_unfinished_run_goes_on_where_it_was_begun(tmp_path: Path, executed: list[str]) -> None:
+    config = small.SCALE.series("relu", "adam").config
+
+    def stop(row: Any) -> None:
+        if row.epoch == 1:
+            raise KeyboardInterrupt
+
+    folder = tmp_path / "runs" / "somewhere" / "mine"
+    data = small.IMAGES.load("curves")
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(config, folder, data=data, on_epoch=stop, checkpoint_seconds=0)
+    (made,) = small.Making(small.order(tmp_path))("relu")
+    assert folder in made.runs
+    assert result_of(folder).finished
+    assert executed == METHODS
+
+
+def test_only_existing_runs_nothing_and_names_what_is_missing(
+    tmp_path: Path, executed: list[str]
+) -> None:
+    nothing = small.Making(small.order(tmp_path, only_existing=True))
+    (made,) = nothing("relu")
+    assert made.files == ()
+    assert "none of its runs is there" in nothing.said[-1]
+    config = small.SCALE.series("relu", "adam").config
+    runner.run(config, tmp_path / "runs" / "adam", data=small.IMAGES.load("curves"))
+    (made,) = small.Making(small.order(tmp_path, only_existing=True))("relu")
+    assert len(made.files) == 2
+    assert made.missing == ("RMSProp, LocoProp-S, LocoProp-M, K-FAC@2 (not run)",)
+    assert executed == []
+
+
+def rewrite(folder: Path, part: str, **values: Any) -> None:
+    description = RunFolder(folder).description()
+    description[part].update(values)
+    (folder / "config.json").write_text(json.dumps(description))
+
+
+def test_device_and_precision_count_only_where_asked_for(tmp_path: Path) -> None:
+    config = small.SCALE.series("relu", "adam").config
+    folder = tmp_path / "deep" / "inside" / "adam"
+    runner.run(config, folder, data=small.IMAGES.load("curves"))
+    rewrite(folder, "config", device="cuda", precision="tf32")
+    for place, found in (
+        (Place(), True),
+        (Place("cuda"), True),
+        (Place("cuda", "tf32"), True),
+        (Place("cuda", "fp32"), False),
+        (Place("cpu"), False),
+    ):
+        assert (Library([tmp_path], small.IMAGES, place).find(config) is not None) == found, place
+    library = Library([tmp_path], small.IMAGES, Place())
+    assert library.find(replace(config, seed=1)) is None
+    run = library.find(config)
+    assert run is not None
+    assert "tf32" in where_made([run])
+
+
+def test_other_images_are_another_run(tmp_path: Path) -> None:
+    config = small.SCALE.series("relu", "adam").config
+    runner.run(config, tmp_path / "adam", data=small.IMAGES.load("curves"))
+    assert Library([tmp_path], small.IMAGES, Place()).find(config)
+    assert not Library([tmp_path], Images(counts=(41, 10)), Place()).find(config)
+
+
+def test_without_its_files_a_data_set_is_known_by_its_published_source(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def load(name: str, data_dir: Path | None = None, download: bool = True) -> Dataset:
+        assert not download
+        raise DatasetError("not found")
+
+    monkeypatch.setattr(datasets, "load", load)
+    images._loaded.cache_clear()
+    published = {"name": "mnist", "source": images.PUBLISHED, "fingerprint": "1"}
+    assert Images().is_of("mnist", published)
+    assert not Images().is_of("fashion-mnist", published)
+    assert not Images().is_of("mnist", {**published, "source": "elsewhere"})
+
+
+def test_folders_that_are_no_runs_are_passed_over(tmp_path: Path) -> None:
+    for name, text in (("a", "{"), ("b", "[]"), ("c", '{"config": {"x": 1}, "data": {}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(text)
+    library = Library([tmp_path, tmp_path / "nowhere"], small.IMAGES, Place())
+    assert library.find(small.SCALE.series("relu", "adam").config) is None
+
+
+def test_several_processes_do_the_same(tmp_path: Path) -> None:
+    asked = small.order(tmp_path, jobs=2, without=("soap", "muon", "kfac@2", "locoprop-s"))
+    making = small.Making(asked)
+    (made,) = making("relu")
+    assert len(made.runs) == 3
+    assert any(line.startswith("3 of 3 runs: ") for line in making.said)
+    alone = tmp_path / "alone"
+    config = small.SCALE.series("relu", "adam").config
+    runner.run(config, alone, data=small.IMAGES.load("curves"))
+    there = next(path for path in made.runs if "adam" in path.name)
+    assert result_of(there).metrics[-1].train_loss == pytest.approx(
+        result_of(alone).metrics[-1].train_loss
+    )
+
+
+def test_a_run_that_fails_is_named_and_the_others_are_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(config: Any, folder: Path, **options: Any) -> Any:
+        if config.method == "adam":
+            raise torch.OutOfMemoryError("out of memory\nand a long story")
+        return runner.run(config, folder, **options)
+
+    monkeypatch.setattr(work, "run", run)
+    making = small.Making(small.order(tmp_path))
+    (made,) = making("relu")
+    assert making.maker.failed
+    assert made.missing == ("Adam (failed: out of memory)",)
+    assert len(made.runs) == len(METHODS) - 1
+
+
+def test_a_peer_without_its_package_is_left_out_but_its_run_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, executed: list[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    making = small.Making(small.order(tmp_path, without=("muon",)))
+    (made,) = making("relu")
+    assert "soap" not in executed
+    assert 'SOAP (needs pip install "torch-locoprop[peers]")' in made.missing
+    # A run from where the package was: as any other run, only with another method's name on it.
+    adam = next(path for path in made.runs if "adam" in path.name)
+    config = small.SCALE.series("relu", "soap").config
+    rewrite(adam, "config", **config.to_dict())
+    (made,) = small.Making(small.order(tmp_path, without=("muon", "adam")))("relu")
+    assert adam in made.runs
+    assert made.missing == ()
+
+
+# Timings --------------------------------------------------------------------------------------
+
+
+def test_a_timing_covers_whole_periods_of_the_preconditioner() -> None:
+    def epochs(method: str, images: int, batch_size: int) -> int:
+        config = replace(small.SCALE.series("standard", method).config, batch_size=batch_size)
+        return timings.timing_config(config, images).epochs - 1
+
+    assert epochs("adam", 60_000, 1000) == 2
+    assert epochs("kfac@10", 60_000, 1000) == 2
+    assert epochs("kfac@100", 60_000, 1000) == 5  # 300 steps, 3 renewals
+    assert epochs("shampoo@7", 60_000, 1000) == 7
+    assert epochs("kfac@100", 60_000, 100) == 2
+
+
+def test_seconds_leave_out_the_first_epoch_and_come_from_one_machine(tmp_path: Path) -> None:
+    asked = small.order(tmp_path, without=("soap", "muon", "kfac@2"))
+    making = small.Making(asked)
+    making("standard")
+    folders = sorted((tmp_path / "runs" / "timings").iterdir())
+    assert len(folders) == 4
+    for number, folder in enumerate(folders):
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        for row, seconds in zip(rows, (0.0, 50.0, 51.0 + number, 53.0 + number), strict=True):
+            row["seconds"] = seconds
+        (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    panel = catalog.loss_figure("standard", small.SCALE).panels[1]
+    series = [each for each in panel.series if each.config.method not in asked.without]
+    wanted = [timings.timing_config(each.config, 40) for each in series]
+
+    def clock() -> timings.Clock:
+        return timings.timed(Library(asked.folders, asked.images, asked.place), wanted, None)
+
+    assert sorted(clock().seconds.values()) == [1.5, 2.0, 2.5, 3.0]
+    assert clock().left_out == ()
+    elsewhere = folders[0].rename(folders[0].with_name("another"))
+    rewrite(elsewhere, "environment", machine="another")
+    assert sorted(clock().seconds.values()) == [2.0, 2.5, 3.0]
+    assert len(clock().left_out) == 1
+    # Drawn from what exists, the line is named; asked for, it is timed again here.
+    existing = small.Making(replace(asked, only_existing=True))
+    assert "(not timed)" in existing("standard")[0].missing[0]
+    again = small.Making(asked)
+    assert again("standard")[0].missing == ()
+    assert any(line.startswith("1 methods are timed") for line in again.said)
