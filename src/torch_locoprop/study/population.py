@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_locoprop.lanes import lanes
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
@@ -97,12 +98,16 @@ class Population:
         inputs, pre_activations = self._forward(x)
         g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[-2]  # of the mean loss
         v: Tensor | None = None
-        for m in reversed(range(len(self.layers))):
-            below = g @ self.layers[m]["weight"] if m > 0 else None
-            self._solve(m, inputs[m], pre_activations[m], g, v)
-            if below is not None:
-                v = below
-                g = self.transfers[m - 1].vjp(pre_activations[m - 1], below)
+        in_use: list[Tensor | None] = []  # by layers whose problems are still being solved
+        with lanes() as lane:
+            for m in reversed(range(len(self.layers))):
+                below = g @ self.layers[m]["weight"] if m > 0 else None
+                in_use += [g, v]
+                with lane():
+                    self._solve(m, inputs[m], pre_activations[m], g, v)
+                if below is not None:
+                    v = below
+                    g = self.transfers[m - 1].vjp(pre_activations[m - 1], below)
 
     @torch.no_grad()
     def losses(self, images: Tensor, rows: int = 10_000) -> Tensor:
