@@ -40,7 +40,8 @@ def picture(lines: list[Drawn], name: str = "standard") -> Figure:
 
 
 def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
+    (found,) = [axes.get_legend() for axes in figure.axes if axes.get_legend()]
+    return [text.get_text() for text in found.get_texts()]
 
 
 FALLING = [100.0, 60.0, 50.0, 45.0, 42.0, 41.0, 40.5, 40.2, 40.1, 40.0, 40.0]

@@ -14,10 +14,9 @@ from torch_locoprop.study.datasets import Dataset, DatasetError
 from torch_locoprop.study.figures import catalog, images, timings, work
 from torch_locoprop.study.figures.gather import Library, Place, where_made
 from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.figures.missing import Missing
 from torch_locoprop.study.run_folder import RunFolder
 from torch_locoprop.study.runner import result_of
-
-FOLDER = "runs"
 
 
 @pytest.fixture
@@ -239,3 +238,13 @@ def test_seconds_leave_out_the_first_epoch_and_come_from_one_machine(tmp_path: P
     again = small.Making(asked)
     assert again("standard")[0].missing == ()
     assert any(line.startswith("1 methods are timed") for line in again.said)
+
+
+def test_what_is_missing_is_told_in_few_words() -> None:
+    missing = Missing()
+    for task in ("wide", "deep"):
+        missing.note(task, "SOAP", "no package")
+        missing.note(task, "SOAP", "no package")
+    missing.note("deep", "Adam", "not run")
+    missing.note("deep", "SGD", "not run")
+    assert missing.told({"wide", "deep"}) == ("SOAP (no package)", "deep: Adam, SGD (not run)")

@@ -8,6 +8,7 @@ from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import cost_table, costs, style
 from torch_locoprop.study.figures.catalog import entry_of
 from torch_locoprop.study.figures.order import Made, Order, Say
+from torch_locoprop.study.figures.timings import threads_told
 from torch_locoprop.study.machine import environment
 
 NAME = "costs"
@@ -55,7 +56,7 @@ def _about(configs: list[RunConfig]) -> dict[str, Any]:
 def _notes(config: RunConfig, command: str) -> list[str]:
     where = environment(config.device)
     counted = "of live tensors" if config.device == "cpu" else "allocated on the device"
-    threads = f", {where['threads']} threads" if config.device == "cpu" else ""
+    threads = f", {threads_told(where)}" if config.device == "cpu" else ""
     torch = str(where["torch"]).partition("+")[0]
     return [
         "Formulas of the paper's Table 1, summed over the layers, every constant one: MiB of "

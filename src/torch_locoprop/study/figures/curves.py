@@ -59,7 +59,7 @@ def draw(
     grid_like = len(figure.panels) > 2
     columns = min(len(figure.panels), COLUMNS)
     rows = math.ceil(len(figure.panels) / columns)
-    size = (4.1 * columns, 4.4 * rows + 0.9) if grid_like else (4.3 * columns + 2.4, 4.9)
+    size = (4.1 * columns, 4.4 * rows + 0.9) if grid_like else (4.3 * columns + 3.0, 4.9)
     picture = style.new_figure(*size, figure.entry.title, subtitle)
     losses = tuple(dict.fromkeys(panel.loss for panel in figure.panels))
     grid = picture.subplots(rows, columns, squeeze=False)
@@ -68,7 +68,7 @@ def draw(
         if grid_like:
             _legend_below(axes, drawn, panel.loss)
     if not grid_like:
-        _legend_beside(picture, lines[0], losses, list(grid.flat))
+        _legend_beside(lines[0], losses, list(grid.flat))
     style.add_footer(picture, footer)
     return picture
 
@@ -86,14 +86,13 @@ def _legend_below(axes: Axes, lines: Sequence[Drawn], loss: Loss) -> None:
     )
 
 
-def _legend_beside(
-    picture: Figure, lines: Sequence[Drawn], losses: Sequence[Loss], panels: Sequence[Axes]
-) -> None:
+def _legend_beside(lines: Sequence[Drawn], losses: Sequence[Loss], panels: Sequence[Axes]) -> None:
     kinds = " / ".join(loss.removesuffix("_loss") for loss in losses)
-    picture.legend(
+    panels[-1].legend(
         handles=_handles(lines, losses, panels),
         title=f"final loss: {kinds}",
-        loc="outside right upper",
+        loc="upper left",
+        bbox_to_anchor=(1.02, 1.03),
         frameon=False,
         fontsize=8.5,
         title_fontsize=8.5,

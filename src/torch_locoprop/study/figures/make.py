@@ -143,7 +143,7 @@ class Maker:
             clock = self._clock(panel) if panel.by == "seconds" else None
             machine = clock.machine if clock else machine
             lines.append(self._lines(panel, clock, missing))
-        absent = missing.told(several_tasks=len({panel.task for panel in figure.panels}) > 1)
+        absent = missing.told({panel.task for panel in figure.panels})
         for each in absent:
             self.say(f"Left out of {name}: {each}.")
         used = {run.result.folder: run for drawn in lines for line in drawn for run in line.runs}

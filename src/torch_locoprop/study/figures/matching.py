@@ -43,7 +43,7 @@ def draw(footer: Sequence[str]) -> Figure:
     _area(first, tanh)
     _losses(second, tanh, "tanh: zero at â = a only")
     _losses(third, relu, "ReLU: flat where â, a ≤ 0")
-    figure.legend(*third.get_legend_handles_labels(), loc="outside right upper", frameon=False)
+    third.legend(loc="upper left", bbox_to_anchor=(1.02, 1.03), frameon=False)
     style.add_footer(figure, footer)
     return figure
 

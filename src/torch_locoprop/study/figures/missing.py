@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -17,9 +18,12 @@ class Missing:
         if line not in same:
             same.append(line)
 
-    def told(self, *, several_tasks: bool) -> tuple[str, ...]:
-        """Return a phrase for every reason, and task where there are several."""
+    def told(self, tasks: Collection[str]) -> tuple[str, ...]:
+        """Return a phrase for every reason, with the tasks unless it is all of these."""
+        where: dict[str, list[str]] = {}
+        for (task, reason), lines in self.lines.items():
+            where.setdefault(f"{', '.join(lines)} ({reason})", []).append(task)
         return tuple(
-            (f"{task}: " if several_tasks else "") + f"{', '.join(lines)} ({reason})"
-            for (task, reason), lines in self.lines.items()
+            phrase if set(some) == set(tasks) else f"{', '.join(some)}: {phrase}"
+            for phrase, some in where.items()
         )

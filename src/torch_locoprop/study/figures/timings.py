@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.gather import Found, Library, environment_key
@@ -73,4 +74,10 @@ def _machine(found: Found) -> str:
     name = str(found.environment.get("machine", "unknown machine"))
     if found.config.device == "cuda":
         return f"{name}, {found.config.precision}"
-    return f"{name}, {found.environment.get('threads')} threads"
+    return f"{name}, {threads_told(found.environment)}"
+
+
+def threads_told(environment: Mapping[str, Any]) -> str:
+    """Return how many threads there were."""
+    threads = environment.get("threads")
+    return f"{threads} thread{'' if threads == 1 else 's'}"
