@@ -43,6 +43,25 @@ def test_every_transfer_is_found(name: str, shape: tuple[int, ...]) -> None:
     assert transfer_of_first(ACTIVATIONS[name], *shape) == transfers.get(name)
 
 
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu_,
+    "leaky_relu": F.leaky_relu_,
+    "elu": F.elu_,
+    "selu": F.selu_,
+    "celu": F.celu_,
+    "hardtanh": F.hardtanh_,
+    "relu6": lambda a: F.relu6(a, inplace=True),
+    "tanh": torch.tanh_,
+    "sigmoid": torch.sigmoid_,
+    "arctan": torch.arctan_,
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_transfers_in_place_are_found(name: str) -> None:
+    assert transfer_of_first(IN_PLACE[name]) == transfers.get(name)
+
+
 @pytest.mark.parametrize(
     ("function", "expected"),
     [

@@ -11,6 +11,7 @@ from torch_locoprop.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.variants import VARIANTS, Variant
 
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
+NOT_CALLED = "its forward is not called: it takes BackProp steps"
 
 
 def give_transfers(layers: Iterable[ServedLayer], given: Mapping[str, str | Transfer]) -> None:
@@ -70,7 +71,7 @@ def _set_output_transfer(layer: ServedLayer, transfer: Transfer) -> None:
 
 def effective_variant(variant: Variant, layer: ServedLayer) -> tuple[Variant, str]:
     """The variant that serves a layer, and a note where it is not quite what was asked for."""
-    known = layer.decided or layer.explicit
+    known = layer.decided or layer.explicit or layer.note
     if variant.loss.uses_transfer and known and layer.transfer is None:
         return VARIANTS["locoprop-s"], layer.note
     if variant.output_by_gradient_descent and layer.is_output:

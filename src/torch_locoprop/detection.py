@@ -78,6 +78,9 @@ _ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
     "ClampMinBackward0": lambda node: _clamp(node._saved_min, None),
     "SoftmaxBackward0": lambda node: _softmax(node),
 }
+_ACTIVATIONS |= {  # what these are called when done in place; the others keep their name
+    f"{name}Backward1": _ACTIVATIONS[f"{name}Backward0"] for name in ("LeakyRelu", "Elu", "Celu")
+}
 
 # Transfers that are part of the loss: their own output, and its gradient, never appear in the graph.
 _INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {

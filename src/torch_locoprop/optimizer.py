@@ -19,7 +19,7 @@ from torch_locoprop.assembly import (
     method_for,
     running_fisher,
 )
-from torch_locoprop.assignment import decide, effective_variant, give_transfers
+from torch_locoprop.assignment import NOT_CALLED, decide, effective_variant, give_transfers
 from torch_locoprop.capture import Capture
 from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
 from torch_locoprop.groups import (
@@ -231,6 +231,7 @@ class LocoProp(WithFallback):
         if not layer.calls:
             if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
                 return {}
+            layer.note = layer.note or NOT_CALLED
             self._warn_once(
                 layer.name,
                 f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
@@ -311,8 +312,9 @@ class LocoProp(WithFallback):
         """A table of all modules with parameters: what serves them, or why they fall back."""
         groups = self._group_of()
         rows = [
-            layer_row(layer, self._components.variant(groups[layer.given[0]]))
+            layer_row(layer, self._components.variant(group), group["steps"])
             for layer in self._layers
+            for group in (groups[layer.given[0]],)
         ]
         known = {p for group in self.param_groups for p in group["params"]}
         for module in self._unserved:

@@ -12,17 +12,18 @@ from torch_locoprop.survey import Unserved
 from torch_locoprop.variants import Variant
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
+DETECTED_LATER = "transfer is detected in the first step"
 
 
-def layer_row(layer: ServedLayer, asked_for: Variant) -> tuple[str, ...]:
-    """A layer with a local problem."""
+def layer_row(layer: ServedLayer, asked_for: Variant, steps: int) -> tuple[str, ...]:
+    """A layer with a local problem, after so many steps."""
     if not layer.is_intact:
         note = "its parameters were replaced: make a new optimizer"
         return layer.name, layer.kind.kind, "–", "–", "–", note
     variant, note = effective_variant(asked_for, layer)
     transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
-    if not layer.decided and not layer.explicit:
-        note = "transfer is detected in the first step"
+    if not (layer.decided or layer.explicit or layer.note):
+        note = "no backward pass has reached it yet" if steps else DETECTED_LATER
     if not layer.trained:
         note = "frozen"
     shape = _shapes([layer.tensors["weight"]])
@@ -31,8 +32,9 @@ def layer_row(layer: ServedLayer, asked_for: Variant) -> tuple[str, ...]:
 
 def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:
     """A module without a local problem, and who trains it."""
-    shapes = _shapes(module.parameters)
-    return module.name or "(model)", module.kind, shapes, "–", trained_by, module.reason
+    frozen = not any(p.requires_grad for p in module.parameters)
+    who, why = ("–", "frozen") if frozen else (trained_by, module.reason)
+    return module.name or "(model)", module.kind, _shapes(module.parameters), "–", who, why
 
 
 def table(rows: Sequence[Sequence[str]], footer: str) -> str:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cases import assert_close, weights
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.utils import parametrizations
 
 from torch_locoprop import LocoProp
 from torch_locoprop.layers import layer_kind
@@ -293,6 +294,17 @@ def test_a_convolution_with_a_forward_of_its_own_falls_back() -> None:
     with pytest.warns(UserWarning, match="AdamW"):
         opt = LocoProp(network)
     assert "forward of its own" in opt.summary()
+
+
+def test_making_an_optimizer_leaves_a_spectral_norm_as_it_is() -> None:
+    """In training, each look at such a weight is another power iteration."""
+    network = model(2)
+    network[0] = parametrizations.spectral_norm(network[0])
+    before = {n: t.clone() for n, t in network.state_dict().items()}
+    opt = LocoProp(network, fallback=lambda ps: torch.optim.SGD(ps, lr=0.1))
+    opt.summary()
+    for n, t in network.state_dict().items():
+        assert torch.equal(t, before[n]), n
 
 
 @pytest.mark.parametrize("solver", ["rmsprop", "adam", "exact"])

@@ -61,12 +61,15 @@ class ConvLayer:
 
     @classmethod
     def of(cls, module: nn.modules.conv._ConvNd) -> ConvLayer:
+        # Not from module.weight: where that is computed, to look at it may change it (spectral_norm).
+        channels = (module.out_channels, module.in_channels)
+        rows, columns = reversed(channels) if module.transposed else channels
         same = isinstance(module.padding, str)
         inside = not same and module.padding_mode == "zeros"
         before = tuple(module._reversed_padding_repeated_twice)
         return cls(
             kind=type(module).__name__,
-            shape=tuple(module.weight.shape),
+            shape=(rows, columns // module.groups, *module.kernel_size),
             d=module.out_channels,
             stride=tuple(module.stride),
             padding=tuple(module.padding) if inside else (0,) * len(module.stride),  # type: ignore[arg-type]
