@@ -149,6 +149,7 @@ def test_a_failed_run_is_told_and_is_exit_code_one(
     ("arguments", "message"),
     [
         (["relo"], "Did you mean 'relu'?"),
+        (["relu", "--without", "shampo@1"], "Did you mean 'shampoo'?"),
         (["relu", "--seeds", "0,x"], "Invalid --seeds '0,x'"),
         (["relu", "--device", "cpu", "--precision", "tf32"], "precision='tf32' is for GPUs"),
         (["relu", "--device", "tpu"], "Unknown device 'tpu'"),

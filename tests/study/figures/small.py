@@ -1,11 +1,13 @@
 """Figures of a second: fifty images, a tiny model, two epochs, and orders for them."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch_locoprop.study.datasets import Dataset
 from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
@@ -24,6 +26,13 @@ SCALE: Scale = replace(
     note="small",
 )
 IMAGES = Images(counts=(40, 10))
+
+
+class Deadly(Images):
+    """Images whose loading kills the process, as the lack of memory may do."""
+
+    def load(self, name: str) -> Dataset:
+        os._exit(9)
 
 
 def order(folder: Path, **values: Any) -> Order:

@@ -15,7 +15,7 @@ from torch_locoprop.study.figures import catalog, images, timings, work
 from torch_locoprop.study.figures.gather import Library, Place, where_made
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.missing import Missing
-from torch_locoprop.study.run_folder import RunFolder
+from torch_locoprop.study.run_folder import RunError, RunFolder
 from torch_locoprop.study.runner import result_of
 
 
@@ -158,6 +158,12 @@ def test_several_processes_do_the_same(tmp_path: Path) -> None:
     assert result_of(there).metrics[-1].train_loss == pytest.approx(
         result_of(alone).metrics[-1].train_loss
     )
+
+
+def test_a_process_that_is_killed_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
+    job = work.Job(small.SCALE.series("relu", "adam").config, tmp_path / "run", "adam")
+    with pytest.raises(RunError, match="fewer --jobs"):
+        work.together([job], small.Deadly(), 2, lambda outcome: None)
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_drawn(

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torch_locoprop.study import display, options
+from torch_locoprop.study import display, methods, options
 from torch_locoprop.study.commands.shared import INTERRUPTED, base_of
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.display import Watch
@@ -93,6 +93,8 @@ def figure(
     chosen = catalog.NAMES if ALL in names else tuple(dict.fromkeys(names))
     for name in chosen:
         catalog.entry_of(name)
+    for method in without or []:
+        methods.get(method)
     folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
     scale = QUICK if quick else PROTOCOL
     order = Order(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def peak_bytes(work: Callable[[], object], device: str) -> int:
     """Return the most memory that the work holds at a time beyond what was held before it."""
     if device == "cuda":
+        gc.collect()  # what earlier work left in cycles is not freed in the middle of this one
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before: int = torch.cuda.memory_allocated()

@@ -1,7 +1,8 @@
 """A quick look at every figure: embedded images, small models, minutes on a CPU.
 
 The settings were found by two to ten trials each, most on the first task, by their final train loss
-at one seed; LocoProp's and RMSProp's start from the demo's. They make sensible pictures and are no tuned results.
+at one seed; LocoProp's and RMSProp's start from the demo's. They make sensible pictures and are no
+tuned results.
 """
 
 from torch_locoprop.study.figures.catalog import Scale

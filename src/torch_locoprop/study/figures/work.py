@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.run_folder import Metrics
+from torch_locoprop.study.run_folder import Metrics, RunError
 from torch_locoprop.study.runner import RunResult, run
 
 Watch = Callable[[Metrics], None]
@@ -65,10 +66,15 @@ def together(
         futures = [pool.submit(_do, job, images) for job in jobs]
         for future in as_completed(futures):
             done(future.result())
-    except BaseException:
+    except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - before:
             process.terminate()
+        if isinstance(error, BrokenProcessPool):
+            raise RunError(
+                f"One of the {processes} processes was killed, perhaps for lack of memory. The same "
+                "command goes on where it stopped; try fewer --jobs."
+            ) from error
         raise
     pool.shutdown()
 
