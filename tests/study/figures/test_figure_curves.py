@@ -143,7 +143,7 @@ def test_the_footer_says_where_and_how() -> None:
     for part in (
         *("CURVES (made for tests)", "784-6-3, tanh, batches of 20", "10 epochs", "seeds 0, 3"),
         *("NVIDIA H200, fp32, torch 2.11.0", "a machine", "SOAP (not run)", "Figures 4 (a)"),
-        "Made by: locoprop figure standard",
+        *("Settings: given.", "Made by: locoprop figure standard"),
     ):
         assert part in text
     assert captions.subtitle_of(figure) == "small; 784-6-3, tanh, batches of 20"
@@ -159,3 +159,12 @@ def test_every_figure_of_losses_is_drawn(tmp_path: Path) -> None:
         assert [path.suffix for path in made.files] == [".png", ".pdf"]
         assert made.files[0].read_bytes().startswith(b"\x89PNG")
         assert made.files[1].read_bytes().startswith(b"%PDF")
+
+
+def test_the_footer_says_where_settings_come_from() -> None:
+    runs = [found("adam", FALLING), found("shampoo", FALLING), found("muon", FALLING)]
+    default = replace(runs[1].config, settings={})
+    runs[1] = replace(runs[1], result=replace(runs[1].result, config=default))
+    figure = catalog.loss_figure("standard", small.SCALE)
+    text = footer(figure, runs, "", (), "")
+    assert "Settings: Adam, Muon: given; Shampoo: untuned." in text

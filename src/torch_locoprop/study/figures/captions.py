@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.catalog import LossFigure
 from torch_locoprop.study.figures.gather import Found, where_made
-from torch_locoprop.study.figures.names import DATA
+from torch_locoprop.study.figures.names import DATA, label
 
 
 def subtitle_of(figure: LossFigure) -> str:
@@ -37,12 +37,23 @@ def footer_of(
         + (": mean, lowest and highest" if len(seeds) > 1 else ""),
         where_made(runs),
     ]
-    lines = [" · ".join(facts)]
+    lines = [" · ".join(facts), _origins(runs)]
     if timed_on:
         lines.append(f"Seconds: each method alone for some epochs on {timed_on}.")
     if missing:
         lines.append(f"Not here: {'; '.join(missing)}.")
     return [*lines, f"Answers to the paper's {figure.entry.paper}. Made by: {command}"]
+
+
+def _origins(runs: Sequence[Found]) -> str:
+    """Where the settings come from: a figure compares searches as much as methods."""
+    by_origin: dict[str, list[str]] = {}
+    for run in runs:
+        by_origin.setdefault(run.result.origin, []).append(label(run.config.method))
+    if len(by_origin) == 1:
+        return f"Settings: {next(iter(by_origin))}."
+    told = (f"{', '.join(_unique(names))}: {origin}" for origin, names in by_origin.items())
+    return f"Settings: {'; '.join(told)}."
 
 
 def _task(config: RunConfig) -> str:
