@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -74,6 +75,8 @@ def local_problem(
     mean = group["local_reduction"] == "mean"
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     target = method.variant.target
+    if not target.needs.isdisjoint({"g", "v"}):
+        layer.follow_gradients()
     start = {name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()}
     base = start if relative else {}
     start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
@@ -127,6 +130,14 @@ def asks_for_fisher(method: Method) -> Any:
         if "fisher" in component.needs:
             return component
     return None
+
+
+def full_precision(layers: list[ServedLayer]) -> AbstractContextManager[object]:
+    """Local problems are solved in the precision of the weights, inside autocast too."""
+    kind = layers[0].given[0].device.type
+    if not torch.amp.is_autocast_available(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def loss_terms(layers: list[ServedLayer]) -> int:

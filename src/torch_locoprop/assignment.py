@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch_locoprop import transfers
-from torch_locoprop.served import ServedLayer
+from torch_locoprop.served import Call, ServedLayer
 from torch_locoprop.settings import unknown
 from torch_locoprop.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.variants import VARIANTS, Variant
 
+COMPILED_APART = "compiled apart from what follows it: name its transfer in transfers="
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 
@@ -28,12 +29,28 @@ def give_transfers(layers: Iterable[ServedLayer], given: Mapping[str, str | Tran
             layer.transfer = transfers.get(transfer)
 
 
+def compiled_in_parts(layers: Iterable[ServedLayer]) -> bool:
+    """Whether layers were called in several compiled graphs, or some in one and some in none.
+
+    Graphs of the same layers are one model, compiled anew for inputs of another shape.
+    """
+    inside: dict[object, set[str]] = {}
+    for layer in layers:
+        for call in layer.calls:
+            inside.setdefault(call.compiled and call.compiled.graph, set()).add(layer.name)
+    return len({frozenset(names) for names in inside.values()}) > 1
+
+
 def decide(
-    layer: ServedLayer, output_transfer: Transfer | None, loss_transfer: Transfer | None
+    layer: ServedLayer,
+    output_transfer: Transfer | None,
+    loss_transfer: Transfer | None,
+    in_parts: bool = False,
 ) -> None:
     """Settle, from its recorded calls, whether a layer is the output, and its transfer.
 
-    A transfer that the user gave stays.
+    A transfer that the user gave stays. Where a model is compiled ``in_parts``, what lies beyond
+    the end of a part is not known.
     """
     if not all(call.traced for call in layer.calls):
         if any(call.recomputed for call in layer.calls):
@@ -43,9 +60,14 @@ def decide(
             )
         return
     findings = layer.findings()
-    layer.is_output = all(finding.is_output for finding in findings)
+    at_the_end = all(finding.is_output for finding in findings)
+    unknown_end = at_the_end and in_parts and not all(_seen(call) for call in layer.calls)
+    layer.is_output = at_the_end and not unknown_end
     layer.decided = True
     if layer.explicit:
+        return
+    if unknown_end and findings[0].inside_loss:
+        layer.note = COMPILED_APART
         return
     if layer.is_output and output_transfer is not None:
         _set_output_transfer(layer, output_transfer)
@@ -60,6 +82,11 @@ def decide(
             layer.note = INSIDE_LOSS
         else:
             _set_output_transfer(layer, loss_transfer)
+
+
+def _seen(call: Call) -> bool:
+    """Whether what a call's output is used for was seen, and not only the end of a graph."""
+    return call.compiled is None and bool(call.mark.consumers)
 
 
 def _set_output_transfer(layer: ServedLayer, transfer: Transfer) -> None:

@@ -4,10 +4,13 @@ A forward hook puts a hook on the autograd node of the layer's matrix product. W
 backward pass the call is noted, and when the pass has added to the layer's ``.grad`` it counts. A
 forward pass without a backward leaves nothing behind, in-place activations and views do not matter,
 and ``zero_grad`` may stand anywhere in the loop.
+
+In a model that ``torch.compile`` traces, :mod:`torch_locoprop.taps` stands in for the hooks.
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
@@ -20,7 +23,7 @@ from torch_locoprop import detection, transfers
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.fisher import sampled_output_gradient
 from torch_locoprop.layers import layer_kind
-from torch_locoprop.served import Call, ServedLayer
+from torch_locoprop.served import Call, CompiledCall, ServedLayer
 from torch_locoprop.transfers import Transfer
 
 
@@ -37,6 +40,7 @@ class Capture:
         self._output_transfer = output_transfer  # tells the predictive distribution
         self._sampling = False
         self._in_forward: list[_Output] | None = None
+        self._serial = next(_serials)
         # Layers without a local problem are watched too: what feeds them is not the output.
         kinds = {module: layer_kind(module) for module in model.modules()}
         self._watched = {module: kind for module, kind in kinds.items() if kind is not None}
@@ -45,16 +49,17 @@ class Capture:
         handles: list[Any] = [
             # First in line, so that other hooks see the tensor that is used.
             module.register_forward_hook(
-                _Hook(self, "_after_layer"), with_kwargs=True, prepend=True
+                _Hook(self, "_after_layer", module), with_kwargs=True, prepend=True
             )
             for module in self._watched
         ]
-        handles.append(model.register_forward_pre_hook(_Hook(self, "_before_model")))
-        handles.append(model.register_forward_hook(_Hook(self, "_after_model")))
+        handles.append(model.register_forward_pre_hook(_Hook(self, "_before_model", model)))
+        handles.append(model.register_forward_hook(_Hook(self, "_after_model", model)))
         self._handles = handles
         self._cells: weakref.WeakSet[_Cell] = weakref.WeakSet()
         self._layer_of: dict[nn.Parameter, ServedLayer] = {}
         weakref.finalize(self, _remove, handles)
+        _captures.add(self)
 
     def draw_labels(self, step: int | None) -> None:
         """Draw labels in the forward passes of this step, others in each; None: draw none."""
@@ -92,8 +97,8 @@ class Capture:
         if layer is not None and layer.trained:
             self._follow_gradients(layer)
             recomputed = torch._C._current_graph_task_id() != -1
-            traced = self.tracing and not recomputed
             self.tracing |= not layer.decided  # a layer thawed since the last step
+            traced = self.tracing and not recomputed
             cell = _Cell(Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed))
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
@@ -109,6 +114,21 @@ class Capture:
                 hook = _Hook(self, "_after_gradient")
                 handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
+
+    def follow(self, module: nn.Module) -> None:
+        """A compiled graph calls a layer."""
+        layer = self.layers.get(module)
+        if layer is not None and layer.trained:
+            self._follow_gradients(layer)
+
+    def record_compiled(self, layer: nn.Module, x: Tensor, g: Tensor, call: CompiledCall) -> None:
+        """The backward pass of a compiled graph has reached a layer with the gradient ``g``."""
+        served = self.layers.get(layer)
+        if served is not None and served.trained:
+            # Copies, for a compiled graph may write its next result where these stand.
+            kept = g.clone() if "g" in served.needs else None
+            recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call)
+            served.record(recorded, torch._C._current_graph_task_id())
 
     def _record(self, layer: ServedLayer, cell: _Cell, g: Tensor) -> None:
         """A backward pass has reached a layer's matrix product with the gradient ``g``."""
@@ -225,11 +245,21 @@ def _recorder(
 class _Hook:
     """A method of a capture, weakly held: it keeps nothing alive and copies to one that is inert."""
 
-    def __init__(self, capture: Capture | None = None, method: str = "") -> None:
+    def __init__(
+        self, capture: Capture | None = None, method: str = "", module: nn.Module | None = None
+    ) -> None:
         self._capture = weakref.ref(capture) if capture is not None else lambda: None
+        self._module = weakref.ref(module) if module is not None else lambda: None
         self._method = method
+        self._number = next(_serials)
+        _hooks[self._number] = self
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            from torch_locoprop import taps
+
+            if not taps.needs_python(self._number):
+                return taps.trace(self._number, self._method, args)
         capture = self._capture()
         return None if capture is None else getattr(capture, self._method)(*args)
 
@@ -239,6 +269,42 @@ class _Hook:
 
     def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
         return _Hook, ()
+
+
+# ---- what compiled graphs ask for ----------------------------------------------------------------
+
+_serials = itertools.count()
+_captures: weakref.WeakSet[Capture] = weakref.WeakSet()
+_hooks: weakref.WeakValueDictionary[int, _Hook] = weakref.WeakValueDictionary()
+
+
+def captures_of(module: nn.Module) -> list[Capture]:
+    """The captures that watch a module, the oldest first."""
+    return sorted((c for c in _captures if module in c._watched), key=lambda c: c._serial)
+
+
+def hooked_module(number: int) -> nn.Module | None:
+    """The module on which this hook sits."""
+    hook = _hooks.get(number)
+    return None if hook is None or hook.inert else hook._module()
+
+
+def role(number: int) -> str:
+    """What a hook does when it is traced; where several sit on one module, the first acts for all."""
+    hook, module = _hooks.get(number), hooked_module(number)
+    if hook is None or module is None:
+        return "nothing"
+    capture = hook._capture()
+    assert capture is not None
+    if any("fisher" in layer.needs for layer in capture.layers.values()):
+        return "python"  # labels are drawn from the model's output in the forward pass
+    if hook._method != "_after_layer":
+        return "search"
+    sharing = captures_of(module)
+    if sharing[0] is not capture:
+        return "nothing"
+    served = [each.layers[module] for each in sharing if module in each.layers]
+    return "tap" if any(layer.trained for layer in served) else "search"
 
 
 def _remove_inert(module: nn.Module) -> None:

@@ -44,8 +44,24 @@ class WithFallback(torch.optim.Optimizer):
             self._fallback.param_groups = [g for g in self.param_groups if g["fallback"]]
             self._fallback.state = self.state
 
+    def _step_fallback(self) -> None:
+        if self._fallback is not None:
+            move_state(self._fallback)
+            self._fallback.step()
+
     def _local_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["fallback"]]
+
+
+def move_state(optimizer: torch.optim.Optimizer) -> None:
+    """Bring an optimizer's state to where the model was moved, and into its precision."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            for name, value in state.items():
+                # The number of steps stays where, and what, its optimizer made it.
+                if name != "step" and torch.is_tensor(value) and value.is_floating_point():
+                    state[name] = value.to(parameter)
 
 
 def check_recorded(layers: Iterable[ServedLayer]) -> None:
@@ -54,7 +70,9 @@ def check_recorded(layers: Iterable[ServedLayer]) -> None:
         raise RuntimeError(
             "No layer recorded a backward pass since the last step, so there is nothing to do. "
             "Call loss.backward() before step() and zero_grad() after it, and compute the loss "
-            "with the model this optimizer was made for, with gradients enabled."
+            "with the model this optimizer was made for, with gradients enabled. If that model was "
+            "compiled and called before the optimizer was made, call torch.compiler.reset(): what "
+            "is compiled already knows no hooks."
         )
 
 

@@ -14,12 +14,19 @@ from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
     backprop_step,
+    full_precision,
     local_problem,
     loss_terms,
     method_for,
     running_fisher,
 )
-from torch_locoprop.assignment import NOT_CALLED, decide, effective_variant, give_transfers
+from torch_locoprop.assignment import (
+    NOT_CALLED,
+    compiled_in_parts,
+    decide,
+    effective_variant,
+    give_transfers,
+)
 from torch_locoprop.capture import Capture
 from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
 from torch_locoprop.groups import (
@@ -133,6 +140,7 @@ class LocoProp(WithFallback):
                 f"LocoProp takes the model itself, not {type(model).__name__}: the local problems "
                 "need the layers. Pass the nn.Module, and param_groups= to train a part of it."
             )
+        model = getattr(model, "_orig_mod", model)  # of torch.compile
         self._model = model
         self._components = Components()
         self._given_transfers = dict(transfers or {})
@@ -197,10 +205,17 @@ class LocoProp(WithFallback):
             with torch.enable_grad():
                 loss = closure()
             self._capture.trace_loss(loss)
+        with full_precision(self._layers):
+            self._advance()
+        return loss
+
+    def _advance(self) -> None:
+        """One step, from what was recorded."""
         self._check_captured()
-        for layer in self._layers:
-            if layer.calls and not layer.decided:
-                decide(layer, self._output_transfer, self._loss_transfer)
+        undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
+        in_parts = bool(undecided) and compiled_in_parts(self._layers)
+        for layer in undecided:
+            decide(layer, self._output_transfer, self._loss_transfer, in_parts)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
         directions: dict[nn.Parameter, Tensor] = {}
@@ -214,11 +229,9 @@ class LocoProp(WithFallback):
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1
-        if self._fallback is not None:
-            self._fallback.step()
+        self._step_fallback()
         self._plan_capture()
         self._report_skips()
-        return loss
 
     def _solve(
         self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torch_locoprop.fallback import move_state
 from torch_locoprop.groups import Group
 
 APPLY = ("replace", "gradient", "nothing")
@@ -62,6 +63,7 @@ class Outer:
             for p, _ in gradients:
                 p.grad = directions.get(p)
             for optimizer in self.optimizers:
+                move_state(optimizer)
                 optimizer.step()
         finally:
             for p, gradient in gradients:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,22 +14,39 @@ from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
 
 
+class CompiledCall(NamedTuple):
+    """Which call of a layer in which compiled graph."""
+
+    mark: Mark
+    graph: object
+    number: int  # of the calls of all compiled graphs
+
+
 @dataclass(frozen=True)
 class Call:
     """One forward call of a layer, as recorded in a backward pass."""
 
     x: Tensor
-    mark: Mark  # of the call's node in the autograd graph, which tells calls apart
+    mark: Mark  # of the call's node in the autograd graph
     shape: torch.Size  # of the output
     g: Tensor | None = None  # ∂L/∂a, where asked for
     v: Tensor | None = None  # ∂L/∂y, where asked for and the transfer is in the graph
     sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, where asked for
     traced: bool = True  # the graph around the call was searched
     recomputed: bool = False  # the call was made inside a backward pass
+    compiled: CompiledCall | None = None
+
+    def is_same(self, other: Call) -> bool:
+        """Whether two backward passes went through one forward call."""
+        return self.mark is other.mark and self.compiled == other.compiled
 
     def with_more(self, other: Call) -> Call:
         """The same call after another backward pass through it: gradients add up, rows do not."""
         return replace(self, g=_sum(self.g, other.g), v=_sum(self.v, other.v))
+
+    def times(self, factor: Tensor) -> Call:
+        """The call with other gradients."""
+        return replace(self, g=_product(self.g, factor), v=_product(self.v, factor))
 
 
 @dataclass(eq=False)
@@ -53,6 +70,7 @@ class ServedLayer:
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _versions: list[int] = field(default_factory=list)  # of the gradients after the last commit
+    _length: Tensor | None = None  # of the gradients after the last commit
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
@@ -88,6 +106,8 @@ class ServedLayer:
             self._pending[backward_pass] = []
             if self._starts_afresh():
                 self._replacing.add(backward_pass)
+            else:
+                self.follow_gradients()
         self._pending[backward_pass].append(call)
 
     def commit(self, backward_pass: int) -> None:
@@ -100,12 +120,35 @@ class ServedLayer:
             self._replacing.clear()
             self.calls.clear()
         for call in self._pending.pop(backward_pass, ()):
-            known = [i for i, own in enumerate(self.calls) if own.mark is call.mark]
+            known = [i for i, own in enumerate(self.calls) if own.is_same(call)]
             if known:
                 self.calls[known[0]] = self.calls[known[0]].with_more(call)
             else:
                 self.calls.append(call)
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
+        self._length = self._gradient_length()
+
+    def follow_gradients(self) -> None:
+        """Do to the gradients of rows what was done to those of parameters since the last pass.
+
+        Unscaling and clipping multiply the latter, and what they multiply them by is the change of
+        their length. (Their versions do not tell: a ``GradScaler`` leaves them as they are.)
+        """
+        then, now = self._length, self._gradient_length()
+        if then is not None and now is not None:
+            factor = torch.where(then > 0, now / then, torch.ones_like(now))
+            self.calls[:] = [call.times(factor.to(then.device)) for call in self.calls]
+        self._length = now
+
+    def _gradient_length(self) -> Tensor | None:
+        """The norm of the layer's gradient, where gradients of rows have to follow it."""
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        if not gradients or self.needs.isdisjoint({"g", "v"}):
+            return None
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        lengths = [torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]
+        length: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
+        return length
 
     def _starts_afresh(self) -> bool:
         """Whether gradients are None, or were set to zero since the last pass."""
@@ -175,3 +218,8 @@ class ServedLayer:
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
     return None if one is None or other is None else one + other
+
+
+def _product(rows: Tensor | None, factor: Tensor) -> Tensor | None:
+    """In the rows' dtype or, for a gradient in half precision that was scaled up, in the factor's."""
+    return None if rows is None else rows.to(torch.promote_types(rows.dtype, factor.dtype)) * factor

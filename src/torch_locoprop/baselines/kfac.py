@@ -127,8 +127,7 @@ class KFAC(WithFallback):
         group["steps"] += 1
         self._capture.clear()
         self._capture.draw_labels(group["steps"])
-        if self._fallback is not None:
-            self._fallback.step()
+        self._step_fallback()
         return loss
 
     def _direction(self, layer: ServedLayer, gradient: Tensor, group: Group) -> Tensor:

@@ -1,0 +1,209 @@
+"""What hooks do while ``torch.compile`` traces them: they leave an operator in the compiled graph.
+
+A compiled graph runs no Python hooks, and a hook that is not traced breaks the graph in two. So a
+traced hook puts ``torch_locoprop::tap`` behind the layer; its backward hands the layer's input and
+gradient to every :class:`~torch_locoprop.capture.Capture` that watches the layer by then. The search
+for transfers runs while the model is traced, on the tensors without data that PyTorch traces with.
+
+Importing this imports the compiler: only traced code does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import assume_constant_result
+from torch._dynamo.comptime import ComptimeContext, comptime
+
+from torch_locoprop import capture, detection
+from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
+from torch_locoprop.served import CompiledCall
+
+
+@dataclass(eq=False)
+class CompiledGraph:
+    """One compiled graph. What leaves it is the model's output, unless other layers lie outside."""
+
+    parts: list[weakref.ref[torch.fx.Graph]] = field(default_factory=list)
+    complete: bool = False  # its outputs were searched
+
+
+@dataclass(eq=False)
+class Place:
+    """One call of a layer in a compiled graph."""
+
+    module: weakref.ref[nn.Module]
+    mark: Mark
+    graph: CompiledGraph
+
+
+_places: list[Place] = []
+_graphs: weakref.WeakKeyDictionary[Any, CompiledGraph] = weakref.WeakKeyDictionary()  # by fake mode
+_calls = itertools.count()
+
+
+# ---- traced --------------------------------------------------------------------------------------
+
+
+def trace(number: int, method: str, args: tuple[Any, ...]) -> Tensor | None:
+    """What a hook does, and returns, in a compiled graph."""
+    if method == "_after_layer":
+        _, inputs, options, out = args
+        return _trace_layer(_role(number), number, inputs[0] if inputs else options["input"], out)
+    if method == "_after_model":
+        for tensor in _tensors(args[-1]):  # noqa: B007, seen by name
+            comptime(_search_from_output)
+    return None
+
+
+def _trace_layer(role: str, number: int, x: Tensor, out: Tensor) -> Tensor | None:
+    if role == "nothing" or not out.requires_grad:
+        return None
+    comptime(_search_from_input)
+    if role == "search":
+        comptime(_mark_output)
+        return None
+    place = _new_place(number)
+    comptime(_note_graph)
+    tapped, _ = torch.ops.torch_locoprop.tap(out, x.detach(), place)
+    return tapped  # type: ignore[no-any-return]
+
+
+def _tensors(output: object) -> list[Tensor]:
+    """The tensors of an output, in a form that can be traced."""
+    if isinstance(output, Tensor):
+        return [output]
+    values = list(output.values()) if isinstance(output, dict) else output
+    if not isinstance(values, (tuple, list)):
+        return []
+    return [tensor for value in values for tensor in _tensors(value)]
+
+
+# ---- while tracing -------------------------------------------------------------------------------
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _role(number: int) -> str:
+    return capture.role(number)
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def needs_python(number: int) -> bool:
+    """Whether a hook has to run as it is, at the price of a break in the graph."""
+    return capture.role(number) == "python"
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
+def _new_place(number: int) -> int:
+    module = capture.hooked_module(number)
+    assert module is not None
+    mark = Mark("a layer's output", is_layer=True)
+    _places.append(Place(weakref.ref(module), mark, CompiledGraph()))
+    return len(_places) - 1
+
+
+def _search_from_input(context: ComptimeContext) -> None:
+    detection.trace(_fake(context, "x").grad_fn, LAYER_INPUT)
+
+
+def _mark_output(context: ComptimeContext) -> None:
+    detection.mark_layer(detection.matmul_node(_fake(context, "out").grad_fn))
+
+
+def _note_graph(context: ComptimeContext) -> None:
+    place = _places[context.get_local("place").as_python_constant()]
+    place.graph = _graph(_fake(context, "out"))
+    place.graph.parts.append(weakref.ref(context.graph()))
+
+
+def _search_from_output(context: ComptimeContext) -> None:
+    tensor = _fake(context, "tensor")
+    detection.trace(tensor.grad_fn, MODEL_OUTPUT)
+    _graph(tensor).complete = True
+
+
+def _fake(context: ComptimeContext, name: str) -> Any:
+    return context.get_local(name).as_fake()
+
+
+def _graph(fake: Any) -> CompiledGraph:
+    """The graph that is being traced: each has a mode of its own for its tensors."""
+    return _graphs.setdefault(fake.fake_mode, CompiledGraph())
+
+
+def _complete(graph: CompiledGraph) -> None:
+    """Search from what a graph returns, once it is whole: the compiler then runs it without data."""
+    parts = [part for ref in graph.parts if (part := ref()) is not None]
+    ends = [node for part in parts for node in part.nodes if node.op == "output"]
+    for value in _values(end.args for end in ends):
+        if isinstance(value, Tensor):
+            detection.trace(value.grad_fn, MODEL_OUTPUT)
+            graph.complete = True
+
+
+def _values(arguments: Any) -> Iterator[Any]:
+    for argument in arguments:
+        if isinstance(argument, torch.fx.Node):
+            yield argument.meta.get("example_value")
+        elif isinstance(argument, (tuple, list)):
+            yield from _values(argument)
+
+
+# ---- while running -------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("torch_locoprop::tap", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _tap(out: Tensor, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    """The output of a layer, and a number that tells this call from others."""
+    module = _places[place].module()
+    if module is not None:
+        for listener in capture.captures_of(module):
+            listener.follow(module)
+    return out.clone(), torch.tensor(next(_calls))
+
+
+@torch.library.custom_op(
+    "torch_locoprop::record", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
+def _record(g: Tensor, x: Tensor, call: Tensor, place: int) -> Tensor:
+    """The gradient of a layer's output, on its way to the layer."""
+    here = _places[place]
+    module = here.module()
+    if module is not None:
+        for listener in capture.captures_of(module):
+            listener.record_compiled(module, x, g, CompiledCall(here.mark, here.graph, int(call)))
+    return g.clone()
+
+
+@_tap.register_fake
+def _(out: Tensor, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    graph = _places[place].graph
+    if not graph.complete:
+        _complete(graph)
+    return torch.empty_like(out), torch.empty((), dtype=torch.int64)
+
+
+@_record.register_fake
+def _(g: Tensor, x: Tensor, call: Tensor, place: int) -> Tensor:
+    return torch.empty_like(g)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    _, x, place = inputs
+    ctx.save_for_backward(x, output[1])
+    ctx.place = place
+    ctx.metadata[detection.KEY] = _places[place].mark
+
+
+def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
+    x, call = ctx.saved_tensors
+    return torch.ops.torch_locoprop.record(g, x, call, ctx.place), None, None
+
+
+_tap.register_autograd(_backward, setup_context=_keep)
