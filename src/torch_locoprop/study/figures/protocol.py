@@ -30,7 +30,7 @@ PROTOCOL = Scale(
     },
     settings={},
     special={},
-    # Untuned but for RMSProp; settings of a search come with --config.
+    # Untuned but for RMSProp: all that was tried is that the first steps on MNIST lower the loss.
     solvers={
         "sgd": {"lr": 1e-5, "gamma": 1000.0},
         "momentum": {"lr": 1e-6, "gamma": 1000.0, "momentum": 0.9},
