@@ -340,21 +340,19 @@ class Reference:
             gram = X.T @ X / (len(X) if self.local_reduction == "mean" else 1)
             return W0 + exact_displacement(self.variant, name, a0, G, gram, self.gamma, self.lr, D)
 
+        # The mean of the rows' own local losses: a row's gradient is then that of its own loss, of
+        # which the backward pass has seen one share in so many rows.
+        rows = len(X) if self.local_reduction == "mean" else 1
+        g, dy = rows * g, rows * dy
         residual = residual_at_target(self.variant, name, a0, g, dy, self.gamma, D)
-        if self.variant == "natural-s":
-            G = np.linalg.inv(D) @ G
         # Decoupled weight decay leaves the first iteration BackProp's, with γ g of the forward pass.
         # The targets of LocoProp see to it by themselves; the Jacobian of PocoProp has moved with
         # the weights, and a constant makes up for it.
         moved = self.variant.startswith("pocoprop") and self.weight_decay != 0.0
         correction = self.gamma * g - residual(a0) if moved else 0.0
-        W, delta_start = W0, residual(a0) + correction
+        W = W0
         for t in range(self.local_steps):
-            delta = residual(X @ W.T) + correction
-            if self.local_reduction == "mean":
-                gradient = self.gamma * G + (delta - delta_start).T @ X / len(X)
-            else:
-                gradient = delta.T @ X
+            gradient = (residual(X @ W.T) + correction).T @ X / rows
             if self.regularizer == "l2":
                 gradient = gradient + (W - W0) / self.lr
             eta = self._local_rate(t)

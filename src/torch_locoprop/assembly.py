@@ -73,6 +73,7 @@ def local_problem(
     group = group_of[layer.given[0]]
     kind, x = layer.kind, layer.inputs()
     mean = group["local_reduction"] == "mean"
+    row_weight = 1 / max(kind.count(x), 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
@@ -98,9 +99,10 @@ def local_problem(
         gamma=group["gamma"],
         eta=numbers(group).lr,
         regularizer=method.regularizer,
-        row_weight=1 / max(kind.count(x), 1) if mean else 1.0,
-        g=_scaled(layer.gradients(), scale) if "g" in target.needs else None,
-        v=_scaled(_post_gradients(layer, x), scale) if "v" in target.needs else None,
+        row_weight=row_weight,
+        # A row's problem has the gradient of the row's own loss, not of its share in the mean.
+        g=_scaled(layer.gradients(), scale / row_weight) if "g" in target.needs else None,
+        v=_scaled(_post_gradients(layer, x), scale / row_weight) if "v" in target.needs else None,
         fisher=fisher,
         base=base,
     )

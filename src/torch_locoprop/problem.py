@@ -45,7 +45,7 @@ class LocalProblem:
     eta: Number  # η of the group, before the decay over local iterations
     regularizer: Regularizer
     row_weight: float = 1.0  # 1: sum over rows, as the paper; 1/rows: their mean
-    g: Tensor | None = None  # [..., rows, d], ∂L/∂a where the target asks for it
+    g: Tensor | None = None  # [..., rows, d], ∂L/∂a over row_weight, where the target asks for it
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
@@ -68,12 +68,12 @@ class LocalProblem:
 
     @cached_property
     def first_gradient(self) -> Tensors:
-        """``δ₀ᵀX``."""
+        """``δ₀ᵀX``, weighted."""
         known = self.target.first_gradient(self.backprop, self.gamma, self.fisher)
         if known is not None:
             return known
         assert self.delta0 is not None
-        return self._weight_grad(self.delta0)
+        return {name: self.row_weight * g for name, g in self._weight_grad(self.delta0).items()}
 
     @cached_property
     def metric(self) -> Metric | None:
