@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch_locoprop.gram import Gram
 from torch_locoprop.layers.conv import ConvLayer
 from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.layers.transposed import TransposedLinear
 
 
 class Layer(Protocol):
@@ -77,6 +78,16 @@ LAYER_KINDS: dict[type[nn.Module], Callable[[Any], Layer]] = {
 }
 
 
+# By their full names, so that packages nobody uses are not imported.
+FOREIGN_KINDS: dict[str, Callable[[Any], Layer]] = {
+    "transformers.pytorch_utils.Conv1D": TransposedLinear.of,
+}
+
+
 def layer_kind(module: nn.Module) -> Layer | None:
     """The kind that serves modules of this class; None if there is none."""
-    return next((of(module) for cls, of in LAYER_KINDS.items() if isinstance(module, cls)), None)
+    for cls, of in LAYER_KINDS.items():
+        if isinstance(module, cls):
+            return of(module)
+    names = (f"{cls.__module__}.{cls.__qualname__}" for cls in type(module).__mro__)
+    return next((FOREIGN_KINDS[name](module) for name in names if name in FOREIGN_KINDS), None)
