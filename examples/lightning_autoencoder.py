@@ -1,0 +1,85 @@
+"""LocoProp in a LightningModule: gradient accumulation, a schedule, checkpoints, and resuming.
+
+    pip install torch-locoprop lightning
+    python examples/lightning_autoencoder.py
+    python examples/lightning_autoencoder.py --epochs 20 --resume    # goes on where it ended
+
+``configure_optimizers`` is the only place that knows of LocoProp. Give it the network, or ``self``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from torch_locoprop import LocoProp
+from torch_locoprop.study.curves import curves
+
+
+class Autoencoder(lightning.LightningModule):
+    """784–200–50–10 and back; the sigmoid of the output is inside the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(
+            *(nn.Linear(784, 200), nn.Tanh(), nn.Linear(200, 50), nn.Tanh(), nn.Linear(50, 10)),
+            *(nn.Linear(10, 50), nn.Tanh(), nn.Linear(50, 200), nn.Tanh(), nn.Linear(200, 784)),
+        )
+
+    def training_step(self, batch: Sequence[Tensor]) -> Tensor:
+        (images,) = batch
+        logits = self.network(images)
+        loss = 784 * F.binary_cross_entropy_with_logits(logits, images)  # a sum over pixels
+        self.log("loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        opt = LocoProp(self.network, lr=1e-4, momentum=0.9, output_transfer="sigmoid")
+        return [opt], [torch.optim.lr_scheduler.ExponentialLR(opt, gamma=0.99)]
+
+
+def main(arguments: Sequence[str] | None = None, **trainer: Any) -> Autoencoder:
+    """Train; ``trainer`` are further settings of Lightning's Trainer."""
+    options = parsed(arguments)
+    lightning.seed_everything(0, verbose=False)
+    model = Autoencoder()
+    images = TensorDataset(curves(options.images, seed=0))
+    fit = lightning.Trainer(
+        accelerator="cpu",
+        max_epochs=options.epochs,
+        accumulate_grad_batches=options.accumulate,
+        callbacks=[ModelCheckpoint(options.folder, save_last=True)],
+        default_root_dir=options.folder,
+        **trainer,
+    )
+    fit.fit(
+        model,
+        DataLoader(images, options.batch_size),
+        ckpt_path=options.folder / "last.ckpt" if options.resume else None,
+    )
+    print(fit.optimizers[0].summary())
+    return model
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A deep autoencoder of curves with Lightning.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--images", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=100)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--folder", type=Path, default=Path("runs/lightning"))
+    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()

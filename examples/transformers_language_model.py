@@ -1,0 +1,98 @@
+"""LocoProp with Hugging Face's Trainer: gradient accumulation, a schedule, checkpoints, resuming.
+
+    pip install torch-locoprop "transformers[torch]"
+    python examples/transformers_language_model.py
+    python examples/transformers_language_model.py --epochs 20 --resume    # goes on where it ended
+
+The Trainer takes the optimizer ready made, by ``optimizers=``, and makes the schedule for it. The model
+is a tiny GPT-2 made from its configuration; nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from torch_locoprop import LocoProp
+
+
+class Counting(Dataset[dict[str, torch.Tensor]]):
+    """Counting round a clock of eleven hours, from any hour, by one to five at a time."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randint(0, 11, (count, 1), generator=generator)
+        stride = torch.randint(1, 6, (count, 1), generator=generator)
+        self.tokens = (start + stride * torch.arange(10)) % 11
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+def make() -> tuple[GPT2LMHeadModel, LocoProp]:
+    """The model and its optimizer."""
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=11, n_positions=10, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
+        activation_function="relu",  # gelu has no matching loss: its layers get LocoProp-S
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    opt = LocoProp(  # the loss is computed in the model, so the softmax inside it is found
+        model,
+        lr=3e-4,
+        momentum=0.9,
+        fallback=lambda params: torch.optim.AdamW(params, lr=3e-3),  # embeddings and norms
+    )
+    return model, opt
+
+
+def main(arguments: Sequence[str] | None = None, **settings: Any) -> Trainer:
+    """Train; ``settings`` are further ones of TrainingArguments."""
+    options = parsed(arguments)
+    model, opt = make()
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            str(options.folder),
+            use_cpu=True,
+            num_train_epochs=options.epochs,
+            per_device_train_batch_size=options.batch_size,
+            gradient_accumulation_steps=options.accumulate,
+            save_strategy="epoch",
+            logging_strategy="epoch",
+            lr_scheduler_type="constant_with_warmup",
+            warmup_steps=5,
+            report_to="none",
+            **settings,
+        ),
+        train_dataset=Counting(options.sentences),
+        optimizers=(opt, None),
+    )
+    trainer.train(resume_from_checkpoint=options.resume)
+    print(opt.summary())
+    return trainer
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A tiny GPT-2 that learns to count.")
+    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--sentences", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=40)
+    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--folder", type=Path, default=Path("runs/transformers"))
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    main()
