@@ -49,4 +49,4 @@ def table(rows: Sequence[Sequence[str]], footer: str) -> str:
 
 
 def _shapes(parameters: Iterable[nn.Parameter]) -> str:
-    return ", ".join("×".join(map(str, p.shape)) for p in parameters)
+    return ", ".join("×".join(map(str, p.shape)) or "scalar" for p in parameters)

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_locoprop.gram import Gram
-from torch_locoprop.layers.linear import refuses_computed, with_ones
+from torch_locoprop.layers.linear import refuses_tensors, with_ones
 
 _FORWARDS = (
     *(nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward),
@@ -84,7 +84,7 @@ class ConvLayer:
     def refuses(self, module: nn.Module) -> str | None:
         if type(module).forward not in _FORWARDS or "forward" in vars(module):
             return f"{type(module).__name__} has a forward of its own"
-        return refuses_computed(module)
+        return refuses_tensors(module)
 
     # ---- between the module's shapes and the local problem's ------------------------------------
 

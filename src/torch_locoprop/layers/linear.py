@@ -22,7 +22,7 @@ class LinearLayer:
             return f"{type(module).__name__} has a forward of its own"
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             return "nn.MultiheadAttention does not call its projections"
-        return refuses_computed(module)
+        return refuses_tensors(module)
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:
         return tensor
@@ -40,6 +40,8 @@ class LinearLayer:
         return x.shape[-2]
 
     def rows(self, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            tensor = tensor.to_dense()
         return tensor.reshape(-1, tensor.shape[-1])
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,10 +64,18 @@ class LinearLayer:
         return Gram.of(x) if saves_work(rows, d, n, gradients) else None
 
 
-def refuses_computed(module: nn.Module) -> str | None:
-    if not isinstance(module._parameters.get("weight"), nn.Parameter):
+def refuses_tensors(module: nn.Module) -> str | None:
+    """Why a local problem over weight and bias would not be all there is to this module's tensors."""
+    own = module._parameters
+    weight = own.get("weight")
+    if weight is None:
         return "its weight is computed (parametrized), not a parameter"
-    return None
+    if "bias" not in own:
+        return "its bias is computed (parametrized), not a parameter"
+    if weight.is_complex():
+        return "local problems are real, and its weight is complex"
+    more = [name for name, p in own.items() if p is not None and name not in ("weight", "bias")]
+    return f"it has more parameters than weight and bias: {', '.join(more)}" if more else None
 
 
 def with_ones(x: Tensor, weight: bool, bias: bool) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_locoprop.layers.linear import LinearLayer, refuses_computed
+from torch_locoprop.layers.linear import LinearLayer, refuses_tensors
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class TransposedLinear(LinearLayer):
         original: Any = next(cls for cls in type(module).__mro__ if cls.__name__ == self.kind)
         if type(module).forward is not original.forward or "forward" in vars(module):
             return f"{type(module).__name__} has a forward of its own"
-        return refuses_computed(module)
+        return refuses_tensors(module)
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.mT if name == "weight" else tensor

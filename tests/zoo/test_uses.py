@@ -1,0 +1,201 @@
+"""Layers used in ways a model of the zoo does not: each step is BackProp's, or the reason is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import BACKPROP_VARIANTS, assert_close, batch, network, weights
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils import parametrize, prune
+
+from torch_locoprop import LocoProp
+
+RATE = 0.03
+
+
+def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=RATE)
+
+
+def loco(model: nn.Module, **options: Any) -> LocoProp:
+    given: dict[str, Any] = {"lr": RATE / 3, "gamma": 3.0, "solver": "sgd", "local_steps": 1}
+    return LocoProp(model, fallback=sgd, **{**given, **options})
+
+
+# Losses around one network, which is called in unusual ways -------------------------------------
+
+
+def through_functional_call(model: nn.Module, x: Tensor) -> Tensor:
+    return functional_call(model, dict(model.named_parameters()), (x,)).square().sum()
+
+
+def after_an_inner_step(model: nn.Module, x: Tensor) -> Tensor:
+    """The loss of weights one step further, differentiated through the step, as in MAML."""
+    own = dict(model.named_parameters())
+    gradients = torch.autograd.grad(model(x).square().sum(), list(own.values()), create_graph=True)
+    moved = {n: p - 0.01 * g for (n, p), g in zip(own.items(), gradients, strict=True)}
+    return functional_call(model, moved, (x,)).square().sum()
+
+
+def with_gradient_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return slope.square().sum() + model(x).square().sum()
+
+
+def towards_its_own_view(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        other = model(x + 0.1)
+    return F.mse_loss(model(x), other + 1)
+
+
+def also_as_a_function(model: Any, x: Tensor) -> Tensor:
+    return model(x).square().sum() + F.linear(x, model[0].weight).square().sum()
+
+
+def of_sparse_rows(model: nn.Module, x: Tensor) -> Tensor:
+    return model((x * (x > 0.5)).to_sparse()).square().sum()
+
+
+def of_a_part(model: Any, x: Tensor) -> Tensor:
+    return model[:3](x).square().sum()
+
+
+def with_an_empty_batch(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x[:0]).square().sum() + model(x).square().sum()
+
+
+LOSSES = [
+    through_functional_call,
+    after_an_inner_step,
+    with_gradient_penalty,
+    towards_its_own_view,
+    also_as_a_function,
+    of_sparse_rows,
+    of_a_part,
+    with_an_empty_batch,
+]
+
+
+@pytest.mark.parametrize("variant", BACKPROP_VARIANTS)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_one_local_step_is_backprop(loss: Callable[..., Tensor], variant: str) -> None:
+    model, x = network(), batch(8, 6)
+    plain = copy.deepcopy(model)
+    loss(plain, x).backward()
+    sgd(list(plain.parameters())).step()
+    opt = loco(model, variant=variant)
+    loss(model, x).backward()
+    opt.step()
+    assert_close(weights(model), weights(plain))
+
+
+def test_sparse_rows_are_the_same_rows() -> None:
+    results = []
+    for form in (lambda t: t, lambda t: t.to_sparse()):
+        model, x = network(), batch(8, 6)
+        opt = loco(model, local_steps=4, output_transfer="linear")
+        model(form(x * (x > 0.5))).square().sum().backward()
+        opt.step()
+        results.append(weights(model))
+    assert_close(*results)
+
+
+# Modules that are more than a weight and a bias ---------------------------------------------------
+
+
+class Half(nn.Module):
+    def forward(self, tensor: Tensor) -> Tensor:
+        return 0.5 * tensor
+
+
+class Scaled(nn.Linear):
+    """Has a parameter more, which the model uses."""
+
+    def __init__(self, n: int, d: int) -> None:
+        super().__init__(n, d)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.register_forward_hook(lambda module, _, out: out * module.scale)
+
+
+def computed_bias() -> nn.Module:
+    layer = nn.Linear(6, 5)
+    parametrize.register_parametrization(layer, "bias", Half())
+    return layer
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "computed bias": (computed_bias, "its bias is computed (parametrized), not a parameter"),
+    "pruned weight": (
+        lambda: prune.l1_unstructured(nn.Linear(6, 5), "weight", 0.5),
+        "its weight is computed (parametrized), not a parameter",
+    ),
+    "pruned bias": (
+        lambda: prune.l1_unstructured(nn.Linear(6, 5), "bias", 0.4),
+        "its bias is computed (parametrized), not a parameter",
+    ),
+    "a parameter more": (
+        lambda: Scaled(6, 5),
+        "it has more parameters than weight and bias: scale",
+    ),
+    "LSTM": (
+        lambda: nn.LSTM(6, 5),
+        "no local problem for this kind of module",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_that_is_more_falls_back_whole(name: str) -> None:
+    make, reason = MODULES[name]
+    torch.manual_seed(0)
+    first, last = make().double(), nn.Linear(5, 3).double()
+    model = nn.ModuleList([first, last])
+    opt = loco(model)
+    before = weights(model)
+    hidden = first(batch(8, 6))
+    hidden = hidden[0] if isinstance(hidden, tuple) else hidden
+    last(torch.tanh(hidden)).square().sum().backward()
+    expected = [p - RATE * p.grad for p in model.parameters() if p.grad is not None]
+    opt.step()
+    assert len(expected) == len(before)
+    assert_close(weights(model), expected)
+    rows = {line.split()[0]: line for line in opt.summary().splitlines() if line}
+    assert reason in rows["0"]
+    assert "locoprop" in rows["1"]
+
+
+def test_complex_weights_are_refused() -> None:
+    with pytest.raises(ValueError, match="local problems are real, and its weight is complex"):
+        LocoProp(nn.Linear(3, 2, dtype=torch.complex64))
+
+
+def test_low_rank_adapters_train_beside_frozen_layers() -> None:
+    class Adapted(nn.Module):
+        def __init__(self, n: int, d: int) -> None:
+            super().__init__()
+            self.base = nn.Linear(n, d).requires_grad_(False)
+            self.down, self.up = nn.Linear(n, 2, bias=False), nn.Linear(2, d, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.base(x) + self.up(self.down(x))
+
+    model = nn.Sequential(Adapted(6, 5), nn.Tanh(), Adapted(5, 3)).double()
+    opt = LocoProp(model, lr=1e-3, momentum=0.9, output_transfer="linear")
+    frozen, x = weights(model[0].base), batch(8, 6)
+    losses = []
+    for _ in range(20):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    assert_close(weights(model[0].base), frozen, 0.0)
+    assert opt.summary().count("frozen") == 2
