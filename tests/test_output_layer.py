@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from cases import batch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from torch_locoprop import LocoProp
 
@@ -224,46 +223,6 @@ def test_an_optimizer_made_anew_while_a_loss_is_kept() -> None:
         kept.append(loss)
         assert transfers_of(opt) == EXPECTED
     assert len(model[0]._forward_hooks) == 1
-
-
-def test_layers_thawed_later_are_decided_then() -> None:
-    model = tanh_net()
-    model[:4].requires_grad_(False)
-    opt = LocoProp(model, lr=1e-4, output_transfer="softmax")
-    for _ in range(2):
-        step(model, opt, batch(8, 4))
-    assert transfers_of(opt) == {"0": None, "2": None, "4": "softmax"}
-    model.requires_grad_(True)
-    for _ in range(3):
-        step(model, opt, batch(8, 4))
-    assert transfers_of(opt) == EXPECTED
-    assert [layer.is_output for layer in opt._layers] == [False, False, True]
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointed_blocks(reentrant: bool) -> None:
-    class Checkpointed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = tanh_net()
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = checkpoint(self.net[:4], x, use_reentrant=reentrant)
-            return self.net[4](h)
-
-    model, plain = Checkpointed(), Checkpointed()
-    opt = LocoProp(model, lr=1e-2, gamma=1.0, output_transfer="softmax")
-    other = LocoProp(plain.net, lr=1e-2, gamma=1.0, output_transfer="softmax")
-    for _ in range(2):
-        step(model, opt, batch(8, 4).requires_grad_())
-        step(plain.net, other, batch(8, 4))
-    hidden = [layer.is_output for layer in opt._layers[:2]]
-    assert hidden == [False, False]
-    if reentrant:
-        assert "recomputed in the backward pass" in opt.summary()
-    else:
-        for one, two in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one, two)
 
 
 @pytest.mark.parametrize("head", [lambda w: 2 * w, lambda w: F.normalize(w, dim=-1)])

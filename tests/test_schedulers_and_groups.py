@@ -207,32 +207,3 @@ def test_maximize_is_the_negated_loss() -> None:
     up.step()
     down.step()
     assert_close(weights(model), weights(other))
-
-
-@pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss, nn.MSELoss, nn.CrossEntropyLoss])
-def test_mean_reduction_does_not_depend_on_batch_size_or_loss_reduction(loss: Any) -> None:
-    x, y = batch(6, 6), batch(6, 3, seed=2)
-    twice = torch.cat([x, x]), torch.cat([y, y])
-    results = []
-    for inputs, targets, reduction in ((x, y, "mean"), (*twice, "mean"), (*twice, "sum")):
-        model, criterion = network(), loss(reduction=reduction)
-        opt = LocoProp(model, lr=1e-2, local_reduction="mean", loss_fn=criterion)
-        for _ in range(3):
-            criterion(model(inputs), targets).backward()
-            opt.step()
-            opt.zero_grad()
-        results.append(weights(model))
-    assert_close(results[0], results[1], 1e-10)
-    assert_close(results[0], results[2], 1e-10)
-
-
-def test_sum_reduction_does_depend_on_the_batch_size() -> None:
-    x, y = batch(6, 6), batch(6, 3, seed=2)
-    results = []
-    for inputs, targets in ((x, y), (torch.cat([x, x]), torch.cat([y, y]))):
-        model = network()
-        opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
-        cross_entropy(model(inputs), targets).backward()
-        opt.step()
-        results.append(weights(model)[0])
-    assert (results[0] - results[1]).abs().max() > 1e-4

@@ -70,7 +70,7 @@ class ServedLayer:
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _versions: list[int] = field(default_factory=list)  # of the gradients after the last commit
-    _length: Tensor | None = None  # of the gradients after the last commit
+    _lengths: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # likewise
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
@@ -126,7 +126,7 @@ class ServedLayer:
             else:
                 self.calls.append(call)
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
-        self._length = self._gradient_length()
+        self._lengths = self._gradient_lengths()
 
     def follow_gradients(self) -> None:
         """Do to the gradients of rows what was done to those of parameters since the last pass.
@@ -134,21 +134,26 @@ class ServedLayer:
         Unscaling and clipping multiply the latter, and what they multiply them by is the change of
         their length. (Their versions do not tell: a ``GradScaler`` leaves them as they are.)
         """
-        then, now = self._length, self._gradient_length()
-        if then is not None and now is not None:
-            factor = torch.where(then > 0, now / then, torch.ones_like(now))
-            self.calls[:] = [call.times(factor.to(then.device)) for call in self.calls]
-        self._length = now
+        then, now = self._lengths, self._gradient_lengths()
+        both = [p for p in now if p in then]
+        if both:
+            # Norms over the tensors that have a gradient still; on the device, without a look.
+            before, after = (torch.stack([of[p] for p in both]).norm() for of in (then, now))
+            factor = torch.where(before > 0, after / before, torch.ones_like(after))
+            self.calls[:] = [call.times(factor) for call in self.calls]
+        self._lengths = now
 
-    def _gradient_length(self) -> Tensor | None:
-        """The norm of the layer's gradient, where gradients of rows have to follow it."""
-        gradients = [p.grad for p in self.trained if p.grad is not None]
-        if not gradients or self.needs.isdisjoint({"g", "v"}):
-            return None
-        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-        lengths = [torch.linalg.vector_norm(g, dtype=dtype) for g in gradients]
-        length: Tensor = torch.linalg.vector_norm(torch.stack(lengths))
-        return length
+    def _gradient_lengths(self) -> dict[nn.Parameter, Tensor]:
+        """The norms of the layer's gradients, where gradients of rows have to follow them."""
+        if self.needs.isdisjoint({"g", "v"}):
+            return {}
+        return {
+            p: torch.linalg.vector_norm(
+                p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32)
+            )
+            for p in self.trained
+            if p.grad is not None
+        }
 
     def _starts_afresh(self) -> bool:
         """Whether gradients are None, or were set to zero since the last pass."""

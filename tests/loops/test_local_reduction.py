@@ -1,0 +1,88 @@
+"""local_reduction="mean": settings carry over between batch sizes and reductions of the loss."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import assert_close, batch, cross_entropy, network, weights
+from loops.plain import data, distance, each_variant, loco, make
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+
+LOSSES = [nn.BCEWithLogitsLoss, nn.MSELoss, nn.CrossEntropyLoss]
+
+
+def trained(
+    variant: str,
+    criterion: Any,
+    x: Tensor,
+    y: Tensor,
+    kind: str = "linear",
+    reduction: str = "mean",
+    **options: Any,
+) -> list[Tensor]:
+    model = make(kind)
+    options = {"lr": 1e-2, "gamma": 2.0, "momentum": 0.9, **options}
+    opt = LocoProp(model, variant=variant, local_reduction=reduction, loss_fn=criterion, **options)
+    for _ in range(3):
+        criterion(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    return weights(model)
+
+
+@each_variant
+@pytest.mark.parametrize("kind", ["linear", "conv"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_neither_batch_size_nor_reduction_matter(variant: str, kind: str, loss: Any) -> None:
+    x, y = data(kind, rows=6)
+    large = torch.cat([x, x, x]), torch.cat([y, y, y])
+    expected = trained(variant, loss(), x, y, kind)
+    for reduction in ("mean", "sum"):
+        found = trained(variant, loss(reduction=reduction), *large, kind)
+        assert_close(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m"])
+def test_with_transfers_by_name(variant: str) -> None:
+    """Post-activation gradients then come from ∂L/∂a, which is scaled as they are."""
+    x, y = data()
+    named = {"transfers": {"0": "tanh", "2": "tanh"}}
+    results = [trained(variant, nn.MSELoss(reduction=r), x, y, **named) for r in ("mean", "sum")]
+    assert_close(*results, 1e-11)
+
+
+@pytest.mark.parametrize("solver", ["exact", "adam", "sgd"])
+def test_for_other_solvers(solver: str) -> None:
+    x, y = data()
+    large = torch.cat([x, x]), torch.cat([y, y])
+    options = {"solver": solver, "lr": 0.1 if solver == "exact" else 1e-2}
+    one = trained("locoprop-m", nn.MSELoss(), x, y, **options)
+    two = trained("locoprop-m", nn.MSELoss(reduction="sum"), *large, **options)
+    assert_close(one, two, 1e-9)
+
+
+@each_variant
+def test_the_sum_does_depend_on_the_batch_size(variant: str) -> None:
+    """As in the paper; so the tests above can fail."""
+    x, y = data()
+    one = trained(variant, nn.MSELoss(), x, y, reduction="sum")
+    two = trained(variant, nn.MSELoss(), torch.cat([x, x]), torch.cat([y, y]), reduction="sum")
+    assert distance(one, two) > 1e-4
+
+
+def test_without_a_loss_the_batch_size_does_not_matter() -> None:
+    results = []
+    for times in (1, 3):
+        model = network()
+        opt = loco(model, local_reduction="mean")
+        for seed in range(3):
+            x, y = batch(6, 6, seed=seed), batch(6, 3, seed=seed + 9)
+            cross_entropy(model(x.repeat(times, 1)), y.repeat(times, 1)).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(weights(model))
+    assert_close(*results, 1e-11)
