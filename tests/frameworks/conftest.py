@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
+from torch_locoprop import LocoProp
+
+UNDER_ADAMW = partial(
+    LocoProp, apply="gradient", outer=lambda params: torch.optim.AdamW(params, lr=1e-3)
+)
 FOLDER = Path(__file__).parents[2] / "examples"
 
 
@@ -25,3 +32,12 @@ def example() -> Callable[[str], ModuleType]:
         return module
 
     return load
+
+
+@pytest.fixture(params=["replace", "gradient"])
+def apply(
+    request: pytest.FixtureRequest, module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs the example as it is, and with its local solutions as gradients for AdamW."""
+    if request.param == "gradient":
+        monkeypatch.setattr(module, "LocoProp", UNDER_ADAMW)

@@ -68,6 +68,7 @@ def test_accumulated_batches_are_one_large_batch(main: Main, tmp_path: Path) -> 
     assert not torch.allclose(small[0], large[0], atol=1e-3)
 
 
+@pytest.mark.usefixtures("apply")
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_a_resumed_run_is_bit_identical(main: Main, tmp_path: Path, accumulate: int) -> None:
     options = ("--accumulate", accumulate)

@@ -84,6 +84,7 @@ def test_accumulated_batches_are_one_large_batch(main: Main) -> None:
     assert not torch.allclose(small[0], large[0], atol=1e-4)
 
 
+@pytest.mark.usefixtures("apply")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: Path) -> None:
     """In float32: Lightning restores weights before it makes them float64, with any optimizer."""

@@ -85,6 +85,7 @@ def test_accumulated_batches_are_one_large_batch(main: Main) -> None:
     assert not torch.allclose(small[-1], large[-1], atol=1e-4)
 
 
+@pytest.mark.usefixtures("apply")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: Path) -> None:
     options = ("--batch-size", 20, "--accumulate", accumulate)
@@ -92,6 +93,13 @@ def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: P
     half = weights(main("--epochs", 2, *options).model)
     assert not torch.equal(half[-1], straight[-1])
     assert_close(weights(main("--epochs", 4, *options, "--resume").model), straight, 0.0)
+
+
+def test_gradient_checkpointing_changes_nothing(main: Main) -> None:
+    plain, thrifty = (
+        weights(main("--epochs", 2, gradient_checkpointing=on).model) for on in (False, True)
+    )
+    assert_close(thrifty, plain, 0.0)
 
 
 def test_the_loss_falls_and_every_layer_is_served(
