@@ -132,7 +132,7 @@ VARIANTS = (10, 50, 5, 1)
 """The same with ten first, which every other figure has."""
 
 COMPARED = ("rmsprop", "adam", "locoprop-s", "locoprop-m")
-PEERS = ("muon", "soap")
+PEERS = ("muon", "soap", "exact-s-muon")
 """Newer than the paper; drawn where their packages or their runs are there."""
 
 TEST_LOSSES = ("standard", "wide", "deep", "relu", "fashion-mnist", "curves")

@@ -32,11 +32,17 @@ PROTOCOL = Scale(
     special={},
     # Untuned but for RMSProp: all that was tried is that the first steps on MNIST lower the loss.
     solvers={
-        "sgd": {"lr": 1e-5, "gamma": 1000.0},
-        "momentum": {"lr": 1e-6, "gamma": 1000.0, "momentum": 0.9},
-        "nesterov": {"lr": 1e-6, "gamma": 1000.0, "momentum": 0.9},
-        "adagrad": {"lr": 1e-3, "gamma": 100.0, "eps": 0.1},
-        "adam": {"lr": 1e-4, "gamma": 10.0, "momentum": 0.9, "decay": 0.99, "eps": 1e-6},
+        "sgd": {"lr": 2.646e-06, "gamma": 500.0},
+        "momentum": {"lr": 2.086e-07, "gamma": 100.0, "momentum": 0.9984},
+        "nesterov": {"lr": 2.086e-07, "gamma": 100.0, "momentum": 0.9984},
+        "adagrad": {"lr": 0.01669, "gamma": 100.0, "eps": 6.406e-08},
+        "adam": {
+            "lr": 0.0003593,
+            "gamma": 10.0,
+            "momentum": 0.973,
+            "decay": 0.9985,
+            "eps": 2.154e-06,
+        },
         "rmsprop": {},
     },
 )
