@@ -14,6 +14,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass, replace
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -49,12 +50,12 @@ class Capture:
         handles: list[Any] = [
             # First in line, so that other hooks see the tensor that is used.
             module.register_forward_hook(
-                _Hook(self, "_after_layer", module), with_kwargs=True, prepend=True
+                _hook(self, "_after_layer", module), with_kwargs=True, prepend=True
             )
             for module in self._watched
         ]
-        handles.append(model.register_forward_pre_hook(_Hook(self, "_before_model", model)))
-        handles.append(model.register_forward_hook(_Hook(self, "_after_model", model)))
+        handles.append(model.register_forward_pre_hook(_hook(self, "_before_model", model)))
+        handles.append(model.register_forward_hook(_hook(self, "_after_model", model)))
         self._handles = handles
         self._cells: weakref.WeakSet[_Cell] = weakref.WeakSet()
         self._layer_of: dict[nn.Parameter, ServedLayer] = {}
@@ -251,15 +252,15 @@ class _Hook:
         self._capture = weakref.ref(capture) if capture is not None else lambda: None
         self._module = weakref.ref(module) if module is not None else lambda: None
         self._method = method
-        self._number = next(_serials)
-        _hooks[self._number] = self
+        self._key = str(next(_serials))  # text, for the compiler takes numbers for variables
+        _hooks[self._key] = self
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             from torch_locoprop import taps
 
-            if not taps.needs_python(self._number):
-                return taps.trace(self._number, self._method, args)
+            if not taps.needs_python(self._key):
+                return taps.trace(self._key, self._method, args)
         capture = self._capture()
         return None if capture is None else getattr(capture, self._method)(*args)
 
@@ -271,11 +272,24 @@ class _Hook:
         return _Hook, ()
 
 
+def _hook(capture: Capture, method: str, module: nn.Module) -> _Hook:
+    """A hook with a code object of its own.
+
+    The compiler keeps what it made of a function by its code, and gives up after eight versions: so
+    many models would share one.
+    """
+    call = _Hook.__call__
+    code = call.__code__.replace()
+    own = FunctionType(code, call.__globals__, call.__name__, None, call.__closure__)
+    kind: type[_Hook] = type("_Hook", (_Hook,), {"__call__": own})
+    return kind(capture, method, module)
+
+
 # ---- what compiled graphs ask for ----------------------------------------------------------------
 
 _serials = itertools.count()
 _captures: weakref.WeakSet[Capture] = weakref.WeakSet()
-_hooks: weakref.WeakValueDictionary[int, _Hook] = weakref.WeakValueDictionary()
+_hooks: weakref.WeakValueDictionary[str, _Hook] = weakref.WeakValueDictionary()
 
 
 def captures_of(module: nn.Module) -> list[Capture]:
@@ -283,15 +297,15 @@ def captures_of(module: nn.Module) -> list[Capture]:
     return sorted((c for c in _captures if module in c._watched), key=lambda c: c._serial)
 
 
-def hooked_module(number: int) -> nn.Module | None:
+def hooked_module(key: str) -> nn.Module | None:
     """The module on which this hook sits."""
-    hook = _hooks.get(number)
+    hook = _hooks.get(key)
     return None if hook is None or hook.inert else hook._module()
 
 
-def role(number: int) -> str:
+def role(key: str) -> str:
     """What a hook does when it is traced; where several sit on one module, the first acts for all."""
-    hook, module = _hooks.get(number), hooked_module(number)
+    hook, module = _hooks.get(key), hooked_module(key)
     if hook is None or module is None:
         return "nothing"
     capture = hook._capture()

@@ -51,25 +51,25 @@ _calls = itertools.count()
 # ---- traced --------------------------------------------------------------------------------------
 
 
-def trace(number: int, method: str, args: tuple[Any, ...]) -> Tensor | None:
+def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
     """What a hook does, and returns, in a compiled graph."""
     if method == "_after_layer":
         _, inputs, options, out = args
-        return _trace_layer(_role(number), number, inputs[0] if inputs else options["input"], out)
+        return _trace_layer(_role(key), key, inputs[0] if inputs else options["input"], out)
     if method == "_after_model":
         for tensor in _tensors(args[-1]):  # noqa: B007, seen by name
             comptime(_search_from_output)
     return None
 
 
-def _trace_layer(role: str, number: int, x: Tensor, out: Tensor) -> Tensor | None:
+def _trace_layer(role: str, key: str, x: Tensor, out: Tensor) -> Tensor | None:
     if role == "nothing" or not out.requires_grad:
         return None
     comptime(_search_from_input)
     if role == "search":
         comptime(_mark_output)
         return None
-    place = _new_place(number)
+    place = _new_place(key)
     comptime(_note_graph)
     tapped, _ = torch.ops.torch_locoprop.tap(out, x.detach(), place)
     return tapped  # type: ignore[no-any-return]
@@ -89,19 +89,19 @@ def _tensors(output: object) -> list[Tensor]:
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-def _role(number: int) -> str:
-    return capture.role(number)
+def _role(key: str) -> str:
+    return capture.role(key)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-def needs_python(number: int) -> bool:
+def needs_python(key: str) -> bool:
     """Whether a hook has to run as it is, at the price of a break in the graph."""
-    return capture.role(number) == "python"
+    return capture.role(key) == "python"
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-def _new_place(number: int) -> int:
-    module = capture.hooked_module(number)
+def _new_place(key: str) -> int:
+    module = capture.hooked_module(key)
     assert module is not None
     mark = Mark("a layer's output", is_layer=True)
     _places.append(Place(weakref.ref(module), mark, CompiledGraph()))
