@@ -11,6 +11,7 @@ from torch_locoprop.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.variants import VARIANTS, Variant
 
 COMPILED_APART = "compiled apart from what follows it: name its transfer in transfers="
+COMPILED = "compiled: ∂L/∂y counts as zero where the transfer is flat"
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 
@@ -64,6 +65,7 @@ def decide(
     unknown_end = at_the_end and in_parts and not all(_seen(call) for call in layer.calls)
     layer.is_output = at_the_end and not unknown_end
     layer.decided = True
+    layer.compiled = any(call.compiled is not None for call in layer.calls)
     if layer.explicit:
         return
     if unknown_end and findings[0].inside_loss:
@@ -103,4 +105,6 @@ def effective_variant(variant: Variant, layer: ServedLayer) -> tuple[Variant, st
         return VARIANTS["locoprop-s"], layer.note
     if variant.output_by_gradient_descent and layer.is_output:
         return variant, "output layer: plain gradient descent"
+    if "v" in variant.target.needs and layer.compiled and layer.transfer is not None:
+        return variant, "" if layer.transfer.strictly_increasing else COMPILED
     return variant, ""

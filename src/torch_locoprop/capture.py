@@ -256,6 +256,8 @@ class _Hook:
         _hooks[self._key] = self
 
     def __call__(self, *args: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return None
         if torch.compiler.is_compiling():
             from torch_locoprop import taps
 

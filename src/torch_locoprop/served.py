@@ -64,6 +64,7 @@ class ServedLayer:
     decided: bool = False  # what the recorded calls tell is settled
     note: str = ""  # why there is no transfer
     is_output: bool = False
+    compiled: bool = False  # its calls are inside compiled graphs
     counts: dict[str, int | Tensor] = field(
         default_factory=dict
     )  # of solutions, by what befell them

@@ -169,6 +169,34 @@ def test_many_models_in_one_process() -> None:
     assert distance(kept[0][0], kept[-1][0]) == 0
 
 
+def test_post_gradients_behind_a_flat_transfer() -> None:
+    """A compiled graph shows ∂L/∂a; through ReLU that leaves ∂L/∂y open where it is flat."""
+
+    class Relu(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.two(torch.relu(self.one(x)))
+
+    found, opt = run(Relu(), whole(), "pocoprop-s")
+    expected, plainly = run(Relu(), lambda model: model, "pocoprop-s")
+    assert "compiled: ∂L/∂y counts as zero where the transfer is flat" in opt.summary()
+    assert "compiled" not in plainly.summary()
+    assert distance(found, expected) < 0.02 * distance(expected, weights(Relu()))
+    torch.compiler.reset()
+    backprop = {"variant": "pocoprop-s", "solver": "sgd", "local_steps": 1}
+    one, other = (run(Relu(), how, **backprop)[0] for how in (whole(), lambda model: model))
+    assert_close(one, other, 1e-12)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_model_has_nothing_of_ours(strict: bool) -> None:
+    model = network()
+    opt = loco(model)
+    exported = torch.export.export(model, (data()[0],), strict=strict)
+    assert "locoprop" not in str(exported.graph)
+    plain(model, *data())
+    opt.step()
+
+
 # Graphs that break, or are several
 
 
