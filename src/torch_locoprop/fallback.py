@@ -72,7 +72,7 @@ def check_recorded(layers: Iterable[ServedLayer]) -> None:
             "Call loss.backward() before step() and zero_grad() after it, and compute the loss "
             "with the model this optimizer was made for, with gradients enabled. If that model was "
             "compiled and called before the optimizer was made, call torch.compiler.reset(): what "
-            "is compiled already knows no hooks."
+            "is compiled already knows no hooks. Compiled autograd runs none either: turn it off."
         )
 
 

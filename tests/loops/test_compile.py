@@ -423,3 +423,18 @@ def test_an_optimizer_made_after_the_first_compiled_pass_is_told() -> None:
         opt.step()
         opt.zero_grad()
     assert_close(weights(model), train(), 1e-11)
+
+
+def test_a_backward_pass_that_is_compiled_too_is_told() -> None:
+    """Compiled autograd runs no hooks at all: a step after it stops instead of going wrong."""
+    model = network()
+    opt = loco(model)
+
+    @torch.compile(backend="aot_eager")
+    def backward(x: Tensor, y: Tensor) -> None:
+        plain(model, x, y)
+
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        backward(*data())
+    with pytest.raises(RuntimeError, match="No layer recorded a backward pass"):
+        opt.step()
