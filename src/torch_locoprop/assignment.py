@@ -62,7 +62,7 @@ def decide(
         return
     findings = layer.findings()
     at_the_end = all(finding.is_output for finding in findings)
-    unknown_end = at_the_end and in_parts and not all(_seen(call) for call in layer.calls)
+    unknown_end = at_the_end and any(_hides_the_end(call, in_parts) for call in layer.calls)
     layer.is_output = at_the_end and not unknown_end
     layer.decided = True
     layer.compiled = any(call.compiled is not None for call in layer.calls)
@@ -86,9 +86,11 @@ def decide(
             _set_output_transfer(layer, loss_transfer)
 
 
-def _seen(call: Call) -> bool:
-    """Whether what a call's output is used for was seen, and not only the end of a graph."""
-    return call.compiled is None and bool(call.mark.consumers)
+def _hides_the_end(call: Call, in_parts: bool) -> bool:
+    """Whether what a call's output is used for may lie beyond the end of a compiled graph."""
+    if call.compiled is None:
+        return in_parts and not call.mark.consumers
+    return in_parts or not call.compiled.graph.complete
 
 
 def _set_output_transfer(layer: ServedLayer, transfer: Transfer) -> None:

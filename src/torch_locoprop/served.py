@@ -14,11 +14,18 @@ from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
 
 
+@dataclass(eq=False)
+class CompiledGraph:
+    """One graph that ``torch.compile`` made."""
+
+    complete: bool = False  # what it returns was searched for transfers
+
+
 class CompiledCall(NamedTuple):
     """Which call of a layer in which compiled graph."""
 
     mark: Mark
-    graph: object
+    graph: CompiledGraph
     number: int  # of the calls of all compiled graphs
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,15 +23,7 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 
 from torch_locoprop import capture, detection
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
-from torch_locoprop.served import CompiledCall
-
-
-@dataclass(eq=False)
-class CompiledGraph:
-    """One compiled graph. What leaves it is the model's output, unless other layers lie outside."""
-
-    parts: list[weakref.ref[torch.fx.Graph]] = field(default_factory=list)
-    complete: bool = False  # its outputs were searched
+from torch_locoprop.served import CompiledCall, CompiledGraph
 
 
 @dataclass(eq=False)
@@ -117,9 +109,13 @@ def _mark_output(context: ComptimeContext) -> None:
 
 
 def _note_graph(context: ComptimeContext) -> None:
-    place = _places[context.get_local("place").as_python_constant()]
-    place.graph = _graph(_fake(context, "out"))
-    place.graph.parts.append(weakref.ref(context.graph()))
+    graph = _graph(_fake(context, "out"))
+    _places[context.get_local("place").as_python_constant()].graph = graph
+    # Not promised by PyTorch. Without it the ends of graphs are unknown, which the summary tells.
+    translator: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    at_the_end = getattr(translator.output, "add_graph_finalizer", None)
+    if at_the_end is not None:
+        at_the_end(lambda module: _search_from_end(module, graph))
 
 
 def _search_from_output(context: ComptimeContext) -> None:
@@ -137,14 +133,13 @@ def _graph(fake: Any) -> CompiledGraph:
     return _graphs.setdefault(fake.fake_mode, CompiledGraph())
 
 
-def _complete(graph: CompiledGraph) -> None:
-    """Search from what a graph returns, once it is whole: the compiler then runs it without data."""
-    parts = [part for ref in graph.parts if (part := ref()) is not None]
-    ends = [node for part in parts for node in part.nodes if node.op == "output"]
-    for value in _values(end.args for end in ends):
-        if isinstance(value, Tensor):
-            detection.trace(value.grad_fn, MODEL_OUTPUT)
-            graph.complete = True
+def _search_from_end(module: torch.fx.GraphModule, graph: CompiledGraph) -> None:
+    """What leaves a graph is the model's output; where it is not, other layers lie outside."""
+    if not graph.complete:
+        for value in _values(node.args for node in module.graph.nodes if node.op == "output"):
+            if isinstance(value, Tensor):
+                detection.trace(value.grad_fn, MODEL_OUTPUT)
+        graph.complete = True
 
 
 def _values(arguments: Any) -> Iterator[Any]:
@@ -183,9 +178,6 @@ def _record(g: Tensor, x: Tensor, call: Tensor, place: int) -> Tensor:
 
 @_tap.register_fake
 def _(out: Tensor, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
-    graph = _places[place].graph
-    if not graph.complete:
-        _complete(graph)
     return torch.empty_like(out), torch.empty((), dtype=torch.int64)
 
 

@@ -97,9 +97,10 @@ def test_one_graph_and_no_more(kind: str) -> None:
 
 
 @pytest.mark.parametrize("first", ["compile", "optimizer"])
-def test_a_model_with_a_forward_of_its_own(first: str) -> None:
-    """Its last transfer is found where the compiled graph ends."""
-    found, opt = run(Net(), whole(), first=first, output_transfer=None)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_with_a_forward_of_its_own(first: str, backend: str) -> None:
+    """Its last transfer is found where the compiled graph ends, whatever the backend does with it."""
+    found, opt = run(Net(), whole(backend), first=first, output_transfer=None)
     expected, plainly = run(Net(), lambda model: model, output_transfer=None)
     assert_close(found, expected, 1e-11)
     assert opt.summary() == plainly.summary()
@@ -233,6 +234,14 @@ def test_a_break_before_a_transfer_is_told() -> None:
     named = {"one": "tanh", "two": "sigmoid"}
     found, _ = run(BrokenBefore(), compiled, transfers=named)
     assert_close(found, run(BrokenBefore(), lambda m: m)[0], 1e-11)
+
+
+def test_an_end_that_cannot_be_searched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch that no longer says when a graph is whole costs the last layer its transfer."""
+    monkeypatch.delattr(torch._dynamo.output_graph.OutputGraph, "add_graph_finalizer")
+    _, opt = run(Net(), whole(), output_transfer=None)
+    assert variants_of(opt) == ["locoprop-m", "locoprop-s"]
+    assert "compiled apart from what follows it" in opt.summary()
 
 
 def test_a_compiled_body_under_an_eager_head() -> None:
