@@ -54,14 +54,13 @@ class WithFallback(torch.optim.Optimizer):
 
 
 def move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Bring an optimizer's state to where the model was moved, and into its precision."""
+    """Bring an optimizer's state to the device the model was moved to, in a precision of its own."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                # The number of steps stays where, and what, its optimizer made it.
-                if name != "step" and torch.is_tensor(value) and value.is_floating_point():
-                    state[name] = value.to(parameter)
+                if name != "step" and torch.is_tensor(value):  # steps are counted on the host
+                    state[name] = value.to(parameter.device)
 
 
 def check_recorded(layers: Iterable[ServedLayer]) -> None:

@@ -10,6 +10,7 @@ from cases import cross_entropy, weights
 from loops.plain import data, distance, each_model, each_variant, loco, make
 from torch import Tensor, nn
 
+from torch_locoprop.fallback import move_state
 from torch_locoprop.solvers import Exact
 
 OPTIONS: list[dict[str, Any]] = [
@@ -17,8 +18,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"solver": "adam", "eps": 1e-3},
     {"solver": Exact(decay=0.9, every=2, damping=0.1), "lr": 0.1},
     {"variant": "natural-s", "lr": 1e-4},
-    {"apply": "gradient", "outer": lambda ps: torch.optim.AdamW(ps, lr=1e-3)},
 ]
+WITH_OUTER = {"apply": "gradient", "outer": lambda ps: torch.optim.AdamW(ps, lr=1e-3)}
 
 
 def with_fallback() -> nn.Sequential:
@@ -54,16 +55,16 @@ def test_another_precision(variant: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_solvers_fallback_and_outer_optimizer_follow(options: dict[str, Any]) -> None:
+def test_the_state_of_every_solver_follows(options: dict[str, Any]) -> None:
     places = [torch.float64, torch.float32, torch.float64]
-    found = moved(with_fallback(), places, **options)
-    stayed = moved(with_fallback(), [torch.float64] * 3, **options)
+    found = moved(make(), places, **options)
+    stayed = moved(make(), [torch.float64] * 3, **options)
     tolerance = 1e-2 if options.get("variant") == "natural-s" else 1e-5  # other labels are drawn
     assert 0 < distance(found, stayed) < tolerance
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, WITH_OUTER], ids=str)
 @pytest.mark.parametrize("kind", ["linear", "conv", "fallback"])
 def test_another_device(kind: str, options: dict[str, Any]) -> None:
     def model() -> nn.Module:
@@ -74,6 +75,39 @@ def test_another_device(kind: str, options: dict[str, Any]) -> None:
     stayed = moved(model(), ["cpu", "cpu", "cpu"], rows, **options)
     tolerance = 1e-2 if options.get("variant") == "natural-s" else 1e-9
     assert distance(found, stayed) < tolerance
+
+
+def test_the_state_of_other_optimizers_follows() -> None:
+    """The meta device stands in for an accelerator; steps are counted where they were."""
+    weight = nn.Parameter(torch.zeros(3, device="meta"))
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.state[weight] |= {"step": torch.tensor(4.0), "exp_avg": torch.zeros(3)}
+    move_state(optimizer)
+    devices = {name: value.device.type for name, value in optimizer.state[weight].items()}
+    assert devices == {"step": "cpu", "exp_avg": "meta"}
+
+
+@pytest.mark.parametrize("options", [{}, WITH_OUTER], ids=["fallback", "outer"])
+def test_they_are_asked_to_follow_in_every_step(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    place = "outer" if options else "fallback"
+    monkeypatch.setattr(f"torch_locoprop.{place}.move_state", asked.append)
+    model = with_fallback()
+    opt = loco(model, fallback=lambda ps: torch.optim.AdamW(ps, lr=1e-3), **options)
+    cross_entropy(model(data()[0]), data()[1]).backward()
+    opt.step()
+    assert asked == (opt._outer.optimizers if opt._outer else [opt._fallback])
+
+
+def test_a_state_keeps_the_precision_its_optimizer_chose() -> None:
+    """Such as moments in float32 beside weights in bfloat16."""
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight]["moment"] = torch.zeros(3)
+    move_state(optimizer)
+    assert optimizer.state[weight]["moment"].dtype == torch.float32
 
 
 def test_parameters_that_were_replaced_are_told() -> None:
