@@ -16,7 +16,8 @@ from torch_locoprop.study.runner import result_of
 
 COMMAND = import_module("torch_locoprop.study.commands.figure")  # the package has the function
 TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
-FEW = ["--without", "soap", "--without", "muon", "--without", "locoprop-s", "--without", "kfac@2"]
+PEERS = ["--without", "soap", "--without", "muon", "--without", "exact-s-muon"]
+FEW = [*PEERS, "--without", "locoprop-s", "--without", "kfac@2"]
 
 
 @pytest.fixture(autouse=True)
@@ -113,7 +114,7 @@ def test_tuned_settings_and_epochs_reach_the_runs(run: Any) -> None:
 def test_all_makes_every_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch_locoprop.study.figures.costs.METHODS", ("sgd", "adam"))
     monkeypatch.setattr("torch_locoprop.study.figures.costs.LEAST_SECONDS", 0.0)
-    words = ["--without", "soap", "--without", "kfac@2", "--without", "muon", "--epochs", "1"]
+    words = [*PEERS, "--without", "kfac@2", "--epochs", "1"]
     code, out, _ = run("all", "--quick", *words, "--quiet")
     assert code == 0
     for name in catalog.NAMES:

@@ -83,8 +83,8 @@ class Exact(Solver):
     ) -> tuple[Tensor, Tensors]:
         """The solution with C and its factorisation kept in the state."""
         x = problem.inputs
-        known = state.get("factor", state.get("eigenvectors"))
-        if known is None or known.shape[-1] != x.shape[-1]:  # new, or a bias was frozen or thawed
+        known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
+        if any(each.shape[-1] != x.shape[-1] for each in known):  # a bias was frozen or thawed
             state = {}
         step = state.get("step", torch.zeros((), dtype=torch.float32))
         renew = int(step.item()) % self.every == 0
@@ -96,10 +96,14 @@ class Exact(Solver):
             kept["gram"] = gram
         if h is None:
             if gram is not None and renew:
-                kept["factor"] = cholesky(self._system(gram, eta))
+                factor = cholesky(self._system(gram, eta))
+                if self.every == 1:
+                    return -eta * cholesky_solve(factor, gradient.mT).mT, kept
+                # One product in each of the next steps: triangular solves are slow on a GPU.
+                kept["inverse"] = torch.cholesky_inverse(at_least_float32(factor)).to(x.dtype)
             else:
-                kept["factor"] = state["factor"]
-            return -eta * cholesky_solve(kept["factor"], gradient.mT).mT, kept
+                kept["inverse"] = state["inverse"]
+            return -eta * gradient @ kept["inverse"], kept
         if gram is not None and renew:
             kept["eigenvalues"], kept["eigenvectors"] = eigh(gram)
         else:

@@ -42,7 +42,7 @@ def order(folder: Path, **values: Any) -> Order:
         "place": Place(),
         "folders": (folder / "runs",),
         "out": folder / "figures",
-        "without": ("soap", "muon"),
+        "without": ("soap", "muon", "exact-s-muon"),
     }
     return Order(**{**fields, **values})
 

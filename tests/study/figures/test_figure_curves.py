@@ -162,9 +162,9 @@ def test_every_figure_of_losses_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_footer_says_where_settings_come_from() -> None:
-    runs = [found("adam", FALLING), found("shampoo", FALLING), found("muon", FALLING)]
+    runs = [found(name, FALLING) for name in ("adam", "pocoprop-m", "muon")]
     default = replace(runs[1].config, settings={})
     runs[1] = replace(runs[1], result=replace(runs[1].result, config=default))
     figure = catalog.loss_figure("standard", small.SCALE)
     text = footer(figure, runs, "", (), "")
-    assert "Settings: Adam, Muon: given; Shampoo: untuned." in text
+    assert "Settings: Adam, Muon: given; PocoProp-M: untuned, as locoprop-m." in text

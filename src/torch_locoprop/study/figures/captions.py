@@ -39,10 +39,17 @@ def footer_of(
     ]
     lines = [" · ".join(facts), _origins(runs)]
     if timed_on:
-        lines.append(f"Seconds: each method alone for some epochs on {timed_on}.")
+        lines.append(f"Seconds: each method alone for some epochs on {timed_on}.{_graphs(runs)}")
     if missing:
         lines.append(f"Not here: {'; '.join(missing)}.")
     return [*lines, f"Answers to the paper's {figure.entry.paper}. Made by: {command}"]
+
+
+def _graphs(runs: Sequence[Found]) -> str:
+    """On a GPU, who has the advantage of a captured step."""
+    if not any(run.config.device == "cuda" for run in runs):
+        return ""
+    return " LocoProp and first-order methods replay CUDA graphs, the others run eagerly."
 
 
 def _origins(runs: Sequence[Found]) -> str:

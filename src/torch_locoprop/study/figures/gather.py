@@ -16,6 +16,7 @@ from typing import Any
 
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.population_run import without_numbers
 from torch_locoprop.study.run_folder import Metrics, RunError, RunFolder
 from torch_locoprop.study.runner import RunResult
 
@@ -95,7 +96,7 @@ class Library:
 
     def timings(self, config: RunConfig) -> list[Found]:
         """Return the finished runs that timed the configuration."""
-        key = self.place.key(self.place.on(config)) + TIMINGS
+        key = self._timing_key(self.place.on(config))
         return [each for each in self._of(key, config) if each.result.finished]
 
     def folder_for(self, config: RunConfig) -> Path:
@@ -124,8 +125,11 @@ class Library:
                 yield each
 
     def _key(self, config: RunConfig, path: Path) -> str:
-        key = self.place.key(config)
-        return key + TIMINGS if TIMINGS in path.parts else key
+        return self._timing_key(config) if TIMINGS in path.parts else self.place.key(config)
+
+    def _timing_key(self, config: RunConfig) -> str:
+        """The same for all learning rates: a step takes its time whatever its numbers are."""
+        return self.place.key(without_numbers(config)) + TIMINGS
 
 
 def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:

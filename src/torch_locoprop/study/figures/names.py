@@ -3,6 +3,12 @@
 LABELS = {
     "locoprop-m": "LocoProp-M",
     "locoprop-s": "LocoProp-S",
+    "pocoprop-m": "PocoProp-M",
+    "pocoprop-s": "PocoProp-S",
+    "proxprop": "ProxProp",
+    "exact-s": "exact LocoProp-S",
+    "exact-m": "exact LocoProp-M",
+    "exact-s-muon": "exact S + Muon",
     "sgd": "SGD",
     "momentum": "Momentum",
     "nesterov": "Nesterov",
