@@ -28,6 +28,7 @@ from torch_locoprop.assignment import (
     give_transfers,
 )
 from torch_locoprop.capture import Capture
+from torch_locoprop.diagnostics import Diagnostics, LayerDiagnostics, measured, timed
 from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
 from torch_locoprop.groups import (
     Group,
@@ -91,6 +92,7 @@ class LocoProp(WithFallback):
             step instead. Costs one more product with all rows.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
             back. None: all that can.
+        diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time.
         apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
             displacement, as a gradient, to the optimizer that ``outer`` makes; ``nothing``, for control
             runs, solves everything and applies nothing: weights stay, or get the plain gradient's
@@ -130,6 +132,7 @@ class LocoProp(WithFallback):
         cap_by: str = "weight",
         gate: bool = False,
         layers: Iterable[str] | None = None,
+        diagnose: bool = False,
         apply: str = "replace",
         outer: OuterFactory | None = None,
         fallback: FallbackFactory | None = None,
@@ -150,6 +153,7 @@ class LocoProp(WithFallback):
         self._fallback = None
         self._fallback_factory = fallback
         self._warned: set[str] = set()
+        self._diagnosed: dict[str, dict[str, Tensor | float]] | None = {} if diagnose else None
         self._fisher_missing = False
         self._skipped_before: dict[str, int] = {}  # by layers found again after a change of groups
         self._attached = False
@@ -222,7 +226,7 @@ class LocoProp(WithFallback):
         with lanes() as lane:
             for layer in self._layers:
                 if layer.with_gradient:
-                    with lane():
+                    with lane(), timed(self._diagnosed, layer.name, layer.given[0].device):
                         directions |= self._solve(layer, group_of, terms)
         if self._outer is not None:
             self._outer.step(directions, lambda p: outer_factor(group_of[p]))
@@ -284,6 +288,8 @@ class LocoProp(WithFallback):
         layer.count("skipped", ~ok)
         layer.count("gated", found.gated)
         layer.count("capped", found.capped)
+        if self._diagnosed is not None:
+            self._diagnosed[layer.name] = measured(problem, found.new)
         solution = {
             layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
             for name, t in found.new.items()
@@ -316,6 +322,18 @@ class LocoProp(WithFallback):
                     state[key].copy_(torch.where(ok.to(entry.device), entry, state[key]))
             elif bool(ok):
                 state.update(new)
+
+    def diagnostics(self) -> Diagnostics:
+        """What the last step did in each layer; needs ``diagnose=True``."""
+        if self._diagnosed is None:
+            raise RuntimeError("Nothing was measured. Make the optimizer with diagnose=True.")
+        known = [layer for layer in self._layers if layer.name in self._diagnosed]
+        return Diagnostics(
+            [
+                LayerDiagnostics.of(layer.name, self._diagnosed[layer.name], layer.counts)
+                for layer in known
+            ]
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -359,6 +377,7 @@ class LocoProp(WithFallback):
             all(group["every"] == 1 for group in groups)
             and self._fallback is None
             and self._outer is None
+            and self._diagnosed is None
             and all(isinstance(solver, FirstOrder) for solver in solvers)
             and not any("fisher" in layer.needs for layer in self._layers)
         )
@@ -420,7 +439,7 @@ class LocoProp(WithFallback):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
-            "_fallback _outer _apply _patterns _warned _fisher_missing"
+            "_fallback _outer _apply _patterns _diagnosed _warned _fisher_missing"
         )
         own = {name: getattr(self, name) for name in kept.split()}
         own |= {"_fallback_factory": None, "_attached": False}
