@@ -73,7 +73,7 @@ def local_problem(
     group = group_of[layer.given[0]]
     kind, x = layer.kind, layer.inputs()
     mean = group["local_reduction"] == "mean"
-    row_weight = 1 / max(kind.count(x), 1) if mean else 1.0
+    of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
@@ -99,10 +99,10 @@ def local_problem(
         gamma=group["gamma"],
         eta=numbers(group).lr,
         regularizer=method.regularizer,
-        row_weight=row_weight,
+        row_weight=layer.row_weight(of_each),
         # A row's problem has the gradient of the row's own loss, not of its share in the mean.
-        g=_scaled(layer.gradients(), scale / row_weight) if "g" in target.needs else None,
-        v=_scaled(_post_gradients(layer, x), scale / row_weight) if "v" in target.needs else None,
+        g=_scaled(layer.gradients(), scale / of_each) if "g" in target.needs else None,
+        v=_scaled(_post_gradients(layer, x), scale / of_each) if "v" in target.needs else None,
         fisher=fisher,
         base=base,
     )
@@ -148,7 +148,7 @@ def loss_terms(layers: list[ServedLayer]) -> int:
     for layer in layers:
         if layer.calls and layer.is_output:
             classes = layer.transfer is not None and not layer.transfer.elementwise
-            terms += (1 if classes else layer.width) * layer.kind.count(layer.inputs())
+            terms += (1 if classes else layer.width) * layer.row_count
     return max(terms, 1)
 
 

@@ -23,11 +23,15 @@ class Gram:
 
     square: Tensor  # XᵀX [..., n, n]
     total: Tensor  # Xᵀ1 [..., n]
-    rows: int
+    rows: int | Tensor
 
     @classmethod
-    def of(cls, x: Tensor) -> Gram:
-        return cls(x.mT @ x, x.sum(-2), x.shape[-2])
+    def of(cls, x: Tensor, weight: Tensor | None = None) -> Gram:
+        """Of the rows, each counting ``weight`` ``[rows, 1]`` times."""
+        if weight is None:
+            return cls(x.mT @ x, x.sum(-2), x.shape[-2])
+        weighted = weight * x
+        return cls(weighted.mT @ x, weighted.sum(-2), weight.sum())
 
     def gradient(self, moved: Tensors) -> Tensors:
         """``(X ΔWᵀ + 1 Δbᵀ)ᵀ [X 1]`` for the displacements of "weight" and "bias" that are there.

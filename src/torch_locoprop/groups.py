@@ -53,6 +53,7 @@ LAYER_SETTINGS = (
     "local_reduction",
     "maximize",
     "every",
+    "max_rows",
     "gate",
     "cap",
     "cap_by",

@@ -86,6 +86,8 @@ class LocoProp(WithFallback):
             to every output layer; name the others of a model with several heads in ``transfers``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
         every: solve the local problems in every k-th step; the others are plain BackProp steps.
+        max_rows: keep at most so many rows of each call of a layer, drawn at random; each stands for
+            several. The first local iteration has the gradient of all. None: all rows.
         cap: longest displacement of a tensor, relative to the norm that ``cap_by`` names: that of
             the ``weight``, or of the ``backprop`` step ``lr · gamma · G``. None: no cap.
         gate: a layer whose local loss has risen, or whose solution is not finite, takes the BackProp
@@ -128,6 +130,7 @@ class LocoProp(WithFallback):
         output_transfer: str | Transfer | None = None,
         loss_fn: Callable[..., Any] | None = None,
         every: int = 1,
+        max_rows: int | None = None,
         cap: float | None = None,
         cap_by: str = "weight",
         gate: bool = False,
@@ -172,6 +175,7 @@ class LocoProp(WithFallback):
             "local_reduction": local_reduction,
             "maximize": maximize,
             "every": every,
+            "max_rows": max_rows,
             "cap": cap,
             "cap_by": cap_by,
             "gate": gate,
@@ -374,7 +378,7 @@ class LocoProp(WithFallback):
         groups = self._local_groups()
         solvers = [self._components.solver(group) for group in groups]
         return (
-            all(group["every"] == 1 for group in groups)
+            all(group["every"] == 1 and group["max_rows"] is None for group in groups)
             and self._fallback is None
             and self._outer is None
             and self._diagnosed is None
@@ -498,6 +502,7 @@ class LocoProp(WithFallback):
             variant, _ = effective_variant(self._components.variant(group), layer)
             regularizer = self._components.regularizer(group)
             layer.needs = variant.target.needs | regularizer.needs
+            layer.max_rows, layer.row_seed = group["max_rows"], 1000 * steps
             if "fisher" in layer.needs:
                 draw |= steps % getattr(variant.target, "every", 1) == 0
         self._capture.draw_labels(steps if draw or self._fisher_missing else None)

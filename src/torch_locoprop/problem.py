@@ -44,7 +44,8 @@ class LocalProblem:
     gamma: Number  # γ
     eta: Number  # η of the group, before the decay over local iterations
     regularizer: Regularizer
-    row_weight: float = 1.0  # 1: sum over rows, as the paper; 1/rows: their mean
+    # 1: sum over rows, as the paper; 1/rows: their mean; [rows, 1] where a row stands for several.
+    row_weight: float | Tensor = 1.0
     g: Tensor | None = None  # [..., rows, d], ∂L/∂a over row_weight, where the target asks for it
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
@@ -73,7 +74,7 @@ class LocalProblem:
         if known is not None:
             return known
         assert self.delta0 is not None
-        return {name: self.row_weight * g for name, g in self._weight_grad(self.delta0).items()}
+        return self._weight_grad(self.row_weight * self.delta0)
 
     @cached_property
     def metric(self) -> Metric | None:
@@ -93,16 +94,17 @@ class LocalProblem:
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
         d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
-        return self.layer.gram(self.x, d, local_steps - 1)
+        return self.layer.gram(self.x, d, local_steps - 1, self._own_weights)
 
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
         """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
         if gram is not None:
             return self._after_first(gram.gradient(self.displacement(at)))
         delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
-        return self._after_first(
-            self._weight_grad(delta if self.delta0 is None else delta - self.delta0)
-        )
+        change = delta if self.delta0 is None else delta - self.delta0
+        if self._own_weights is not None:
+            change = change * self._own_weights
+        return self._after_first(self._weight_grad(change))
 
     def displacement(self, at: Tensors) -> Tensors:
         return {name: value - self.start[name] for name, value in at.items()}
@@ -110,26 +112,31 @@ class LocalProblem:
     def objective(self, at: Tensors) -> Tensor:
         """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature."""
         a = self._forward(at)
-        beyond_linear = (
-            self.loss.value(a, self.target_rows, self.transfer)
-            - self.loss.value(self.a0, self.target_rows, self.transfer)
-        ).sum()
+        beyond_linear = self.loss.value(a, self.target_rows, self.transfer) - self.loss.value(
+            self.a0, self.target_rows, self.transfer
+        )
         if self.delta0 is not None:
-            beyond_linear = beyond_linear - (self.delta0 * (a - self.a0)).sum()
+            beyond_linear = beyond_linear - (self.delta0 * (a - self.a0)).sum(-1)
+        weight = self.row_weight if self._own_weights is None else self._own_weights.squeeze(-1)
         moved = self.displacement(at)
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
         penalty = self.regularizer.value(moved, self.eta, self.metric)
-        return linear + self.row_weight * beyond_linear + penalty
+        return linear + (weight * beyond_linear).sum() + penalty
 
     def _forward(self, at: Tensors) -> Tensor:
         """The pre-activations at these tensors."""
         tensors = {name: self.base[name] + t if self.base else t for name, t in at.items()}
         return self.layer.forward(self.x, **tensors, **self.fixed)
 
+    @property
+    def _own_weights(self) -> Tensor | None:
+        """The rows' weights where they are not one number."""
+        return self.row_weight if isinstance(self.row_weight, Tensor) else None
+
     def _after_first(self, change: Tensors) -> Tensors:
         """The first gradient and, weighted, what was added to it since; ``change`` is used up."""
         for name, first in self.first_gradient.items():
-            if self.row_weight != 1:
+            if self._own_weights is None and self.row_weight != 1:
                 change[name].mul_(self.row_weight)
             change[name].add_(first)
         return change

@@ -42,6 +42,15 @@ class Call:
     traced: bool = True  # the graph around the call was searched
     recomputed: bool = False  # the call was made inside a backward pass
     compiled: CompiledCall | None = None
+    kept: Tensor | None = None  # which samples these are, where not all were kept
+
+    def thinned(self, kind: Layer, samples: Tensor) -> Call:
+        """The same call with some of its samples only."""
+        recorded = {"x": self.x, "g": self.g, "v": self.v, "sampled": self.sampled}
+        parts: dict[str, Any] = {
+            name: kind.take(t, samples) for name, t in recorded.items() if t is not None
+        }
+        return replace(self, kept=samples, **parts)
 
     def is_same(self, other: Call) -> bool:
         """Whether two backward passes went through one forward call."""
@@ -72,6 +81,8 @@ class ServedLayer:
     note: str = ""  # why there is no transfer
     is_output: bool = False
     compiled: bool = False  # its calls are inside compiled graphs
+    max_rows: int | None = None  # to keep of each call
+    row_seed: int = 0  # of which ones
     counts: dict[str, int | Tensor] = field(
         default_factory=dict
     )  # of solutions, by what befell them
@@ -129,12 +140,47 @@ class ServedLayer:
             self.calls.clear()
         for call in self._pending.pop(backward_pass, ()):
             known = [i for i, own in enumerate(self.calls) if own.is_same(call)]
-            if known:
-                self.calls[known[0]] = self.calls[known[0]].with_more(call)
-            else:
-                self.calls.append(call)
+            if not known:
+                self.calls.append(self._thinned(call))
+                continue
+            first = self.calls[known[0]]
+            same = call if first.kept is None else call.thinned(self.kind, first.kept)
+            self.calls[known[0]] = first.with_more(same)
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
         self._lengths = self._gradient_lengths()
+
+    def _thinned(self, call: Call) -> Call:
+        """The call with at most ``max_rows`` rows, drawn at random."""
+        positions = self.kind.positions(call.shape)
+        samples = self._rows_of(call) // max(positions, 1)
+        keep = samples if self.max_rows is None else max(self.max_rows // max(positions, 1), 1)
+        if samples <= keep or call.x.layout != torch.strided:
+            return call
+        generator = torch.Generator(call.x.device).manual_seed(self.row_seed + len(self.calls))
+        order = torch.randperm(samples, generator=generator, device=call.x.device)
+        return call.thinned(self.kind, order[:keep])
+
+    def _rows_of(self, call: Call) -> int:
+        """How many rows a call had."""
+        return call.shape.numel() // max(self.width, 1)
+
+    @property
+    def row_count(self) -> int:
+        """How many rows all calls had together."""
+        return sum(map(self._rows_of, self.calls))
+
+    def row_weight(self, of_each: float) -> float | Tensor:
+        """What a row counts: ``of_each``, times the number of rows that it stands for."""
+        if all(call.kept is None for call in self.calls):
+            return of_each
+        parts = []
+        for call in self.calls:
+            rows = self._rows_of(call)
+            samples = rows // max(self.kind.positions(call.shape), 1)
+            kept = samples if call.kept is None else len(call.kept)
+            weight = self.tensors["weight"]
+            parts.append(weight.new_full((rows // samples * kept, 1), of_each * samples / kept))
+        return torch.cat(parts)
 
     def follow_gradients(self) -> None:
         """Do to the gradients of rows what was done to those of parameters since the last pass.

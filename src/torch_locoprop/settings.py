@@ -53,7 +53,7 @@ class Components:
     @property
     def settings(self) -> tuple[str, ...]:
         """Everything a group may override."""
-        return (*_NUMBERS, "cap", *_COUNTS, *_SWITCHES, *_CHOICES, *self._roles)
+        return (*_NUMBERS, "cap", "max_rows", *_COUNTS, *_SWITCHES, *_CHOICES, *self._roles)
 
     def variant(self, group: Mapping[str, Any]) -> Variant:
         variant: Variant = self._find("variant", group["variant"])
@@ -74,7 +74,7 @@ class Components:
             check_number(name, group[name], low, may_equal, high)
         if group["cap"] is not None:
             check_number("cap", group["cap"], 0.0, False, math.inf)
-        for name in _COUNTS:
+        for name in (*_COUNTS, *(["max_rows"] if group["max_rows"] is not None else [])):
             count = group[name]
             if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
                 raise ValueError(f"Invalid {name}={count!r}. Must be an integer >= 1.")

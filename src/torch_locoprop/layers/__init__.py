@@ -67,8 +67,19 @@ class Layer(Protocol):
         """The rows that multiply the trained columns ``[W b]``: X, then a constant one."""
         ...
 
-    def gram(self, x: Any, d: int, gradients: int) -> Gram | None:
-        """``XᵀX``, if so many gradients of a squared loss are cheaper with it than by rows."""
+    def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
+        """Some samples of a recorded tensor: rows, or images with all their positions."""
+        ...
+
+    def positions(self, output: Sequence[int]) -> int:
+        """How many rows each sample of an output of this shape has."""
+        ...
+
+    def gram(self, x: Any, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:
+        """``XᵀX``, if so many gradients of a squared loss are cheaper with it than by rows.
+
+        With ``weight`` ``[rows, 1]``, each row counts so many times.
+        """
         ...
 
 

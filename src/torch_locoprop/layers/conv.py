@@ -189,7 +189,15 @@ class ConvLayer:
         patches = _joined([self.rows(self._convolved(each, kernel, None)) for each in x])
         return with_ones(patches, weight, bias)
 
-    def gram(self, x: tuple[Images, ...], d: int, gradients: int) -> Gram | None:
+    def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
+        return tensor[samples]
+
+    def positions(self, output: Sequence[int]) -> int:
+        return int(torch.Size(output[-len(self.stride) :]).numel())
+
+    def gram(
+        self, x: tuple[Images, ...], d: int, gradients: int, weight: Tensor | None = None
+    ) -> Gram | None:
         return None  # would unfold the images
 
 

@@ -59,9 +59,15 @@ class LinearLayer:
     def inputs(self, x: Tensor, weight: bool, bias: bool) -> Tensor:
         return with_ones(x, weight, bias)
 
-    def gram(self, x: Tensor, d: int, gradients: int) -> Gram | None:
+    def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
+        return self.rows(tensor)[samples]
+
+    def positions(self, output: Sequence[int]) -> int:
+        return 1
+
+    def gram(self, x: Tensor, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:
         rows, n = x.shape[-2:]
-        return Gram.of(x) if saves_work(rows, d, n, gradients) else None
+        return Gram.of(x, weight) if saves_work(rows, d, n, gradients) else None
 
 
 def refuses_tensors(module: nn.Module) -> str | None:

@@ -90,7 +90,7 @@ class Exact(Solver):
         renew = int(step.item()) % self.every == 0
         gram = state.get("gram")
         if renew or self.decay > 0:
-            gram = running_average(gram, problem.row_weight * (x.mT @ x), self.decay)
+            gram = running_average(gram, (problem.row_weight * x).mT @ x, self.decay)
         kept: Tensors = {"step": step + 1}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram
