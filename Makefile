@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 # of the cores, the default wait makes every product many times slower; where none has, this costs nothing.
 export GOMP_SPINCOUNT ?= 1000
 
+# The tests run in so many processes of one thread each: their matrices are too small for more.
+CORES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test check clean
 
@@ -18,7 +21,8 @@ demo: $(STAMP) ## train four optimizers side by side on a small deep autoencoder
 	$(BIN)/python -m torch_locoprop.study.demo
 
 test: $(STAMP) ## run all tests; fails below 95% line coverage of src
-	$(BIN)/python -m pytest --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal \
+		--cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 check: $(STAMP) ## lint, format, types, then all tests: what a change has to pass
 	$(BIN)/ruff check .

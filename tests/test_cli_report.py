@@ -10,7 +10,7 @@ import pytest
 from study.report.made import data, made
 
 from torch_locoprop import cli
-from torch_locoprop.study import datasets
+from torch_locoprop.study import datasets, methods
 from torch_locoprop.study.datasets import Dataset
 from torch_locoprop.study.report import page
 
@@ -75,7 +75,7 @@ def test_options(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert task["task"]["model"] == "16-6-2"
     places = [(row["place"], row["method"], row["train"]["mean"]) for row in task["ranking"]]
     assert places == [(1, "adam", 4.0), (2, "sgd", 5.0)]
-    assert task["ranking"][0]["hyper_parameters"]["lr"] == 2.2e-3
+    assert task["ranking"][0]["hyper_parameters"] == methods.get("adam").settings
 
 
 def test_what_is_missing_on_the_page_is_said(run: Any) -> None:

@@ -7,25 +7,49 @@ import pytest
 import torch
 from torch import nn
 
+from torch_locoprop import LocoProp
+
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_example_trains_a_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """The block is run with what a reader has already: a model, its data and its loss."""
+def run_block(
+    number: int, *imports: str
+) -> tuple[nn.Module, list[torch.Tensor], dict[str, object]]:
+    """Run a block with what a reader has already: a model, its data, its loss, and imports."""
     blocks = re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 1
+    assert len(blocks) == 2
     images, labels = torch.rand(64, 20), torch.randint(0, 4, (64,))
     model = nn.Sequential(nn.Linear(20, 16), nn.Tanh(), nn.Linear(16, 4))
-    criterion = nn.CrossEntropyLoss()
-    before = [parameter.clone() for parameter in model.parameters()]
-    names = {
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    names: dict[str, object] = {
         "model": model,
-        "criterion": criterion,
+        "criterion": nn.CrossEntropyLoss(),
         "loader": list(zip(images.split(16), labels.split(16), strict=True)),
     }
-    exec(compile(blocks[0], str(README), "exec"), names)
+    exec("\n".join(imports), names)
+    exec(compile(blocks[number], str(README), "exec"), names)
+    return model, before, names
+
+
+def test_the_example_trains_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    model, before, _ = run_block(0)
     for old, new in zip(before, model.parameters(), strict=True):
         assert not torch.equal(old, new)
     printed = capsys.readouterr().out
     assert "tanh" in printed
     assert "softmax" in printed
+
+
+def test_the_example_of_another_optimizer_trains_a_model() -> None:
+    model, before, names = run_block(
+        1,
+        "import torch",
+        "from torch_locoprop import LocoProp",
+        "from torch_locoprop.solvers import Exact",
+    )
+    opt = names["opt"]
+    assert isinstance(opt, LocoProp)
+    nn.functional.cross_entropy(model(torch.rand(8, 20)), torch.zeros(8).long()).backward()
+    opt.step()
+    for old, new in zip(before, model.parameters(), strict=True):
+        assert not torch.equal(old, new)
