@@ -75,7 +75,7 @@ def test_options(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert task["task"]["model"] == "16-6-2"
     places = [(row["place"], row["method"], row["train"]["mean"]) for row in task["ranking"]]
     assert places == [(1, "adam", 4.0), (2, "sgd", 5.0)]
-    assert task["ranking"][0]["hyper_parameters"] == methods.get("adam").settings
+    assert task["ranking"][0]["hyper_parameters"]["lr"] == methods.get("adam").settings["lr"]
 
 
 def test_what_is_missing_on_the_page_is_said(run: Any) -> None:
