@@ -21,14 +21,12 @@ def test_standard_model_has_the_size_the_paper_names() -> None:
     assert 2.8e6 < sum(parameter.numel() for parameter in model.parameters()) < 2.9e6
 
 
-@pytest.mark.parametrize(("transfer", "kind"), [("tanh", nn.Tanh), ("relu", nn.ReLU)])
-def test_all_layers_but_code_and_output_have_the_transfer(
-    transfer: str, kind: type[nn.Module]
-) -> None:
+@pytest.mark.parametrize("transfer", [nn.Tanh, nn.ReLU])
+def test_all_layers_but_code_and_output_have_the_transfer(transfer: type[nn.Module]) -> None:
     model = deep_autoencoder((8, 6, 4, 2), transfer=transfer)
     sequence = [module for half in model for module in half]
     kinds = [type(module) for module in sequence]
-    half = [nn.Linear, kind, nn.Linear, kind, nn.Linear]
+    half = [nn.Linear, transfer, nn.Linear, transfer, nn.Linear]
     assert kinds == half + half
 
 
@@ -81,14 +79,3 @@ def test_every_layer_has_its_local_problem() -> None:
     found = [line for name in ("encoder", "decoder") for line in lines if f"{name}." in line]
     for line, transfer in zip(found, ("tanh", "linear", "tanh", "sigmoid"), strict=True):
         assert transfer in line
-
-
-@pytest.mark.parametrize("sizes", [(784,), (784, 0, 30)])
-def test_impossible_sizes_are_an_error(sizes: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="Invalid sizes="):
-        deep_autoencoder(sizes)
-
-
-def test_an_unknown_transfer_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"Invalid transfer='step'. Must be one of"):
-        deep_autoencoder((8, 4), transfer="step")

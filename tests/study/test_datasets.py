@@ -15,6 +15,7 @@ from fake_idx import FILES, FakeSet
 from scipy.io import savemat
 
 from torch_locoprop.study import curves_files, datasets
+from torch_locoprop.study.curves import curves
 from torch_locoprop.study.datasets import NAMES, Dataset, DatasetError, load, status
 from torch_locoprop.study.idx import IDX_SETS
 
@@ -190,11 +191,11 @@ def matrices(**replaced: object) -> dict[str, object]:
 
 
 def test_curves_are_the_same_grey_levels_everywhere() -> None:
-    images = curves_files.draw(100)
+    images = curves_files.draw(100, seed=curves_files.SEED)
     assert images.shape == (100, 784)
     assert images.min() == 0
     assert images.max() == 255
-    assert np.array_equal(curves_files.draw(40), images[:40])
+    assert np.array_equal(curves_files.draw(40, seed=curves_files.SEED), images[:40])
     digest = hashlib.sha256(images.tobytes()).hexdigest()
     assert digest[:16] == "04ba462e244c2cf8"
 
@@ -233,6 +234,15 @@ def test_a_corrupt_cache_is_drawn_anew(
     assert generated_cache.read_bytes() == right
 
 
+def test_some_curves_are_the_first_of_the_generated_or_of_another_seed() -> None:
+    few, others = datasets.some_curves(5, 2), datasets.some_curves(5, 2, seed=1)
+    drawn = curves(7, seed=curves_files.SEED)
+    assert torch.equal(torch.cat([few.train, few.test]), drawn)
+    assert len(others.test) == 2
+    assert others.fingerprint != few.fingerprint
+    assert others.source != few.source
+
+
 def test_the_cache_of_another_generator_is_drawn_anew(
     generated_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,7 +252,7 @@ def test_the_cache_of_another_generator_is_drawn_anew(
     assert generated_cache.exists()
     data = load("curves")
     assert data.fingerprint != other.fingerprint
-    assert torch.equal(data.train, torch.from_numpy(curves_files.draw(50)) / 255)
+    assert torch.equal(data.train, curves(50, seed=curves_files.SEED))
 
 
 def test_a_cache_folder_that_cannot_be_written_does_no_harm(

@@ -2,17 +2,18 @@
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Generator, Tensor, nn
 
-TRANSFERS: dict[str, type[nn.Module]] = {"tanh": nn.Tanh, "relu": nn.ReLU}
-
 
 def deep_autoencoder(
-    sizes: Sequence[int], *, transfer: str = "tanh", generator: Generator | None = None
+    sizes: Sequence[int],
+    *,
+    transfer: Callable[[], nn.Module] = nn.Tanh,
+    generator: Generator | None = None,
 ) -> nn.Sequential:
     """Return the autoencoder with these widths from the input to the code, and mirrored back.
 
@@ -20,15 +21,9 @@ def deep_autoencoder(
     output has the transfer; the code is linear, and the output is logits: the sigmoid belongs to
     `reconstruction_loss`.
     """
-    if len(sizes) < 2 or min(sizes) < 1:
-        raise ValueError(
-            f"Invalid sizes={tuple(sizes)}. Give two or more positive widths, input to code."
-        )
-    if transfer not in TRANSFERS:
-        raise ValueError(f"Invalid transfer={transfer!r}. Must be one of {sorted(TRANSFERS)}.")
-    halves = {"encoder": tuple(sizes), "decoder": tuple(reversed(sizes))}
+    halves = {"encoder": sizes, "decoder": sizes[::-1]}
     model = nn.Sequential(
-        OrderedDict((name, _stack(widths, TRANSFERS[transfer])) for name, widths in halves.items())
+        OrderedDict((name, _stack(widths, transfer)) for name, widths in halves.items())
     )
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
@@ -55,7 +50,7 @@ def entropy(images: Tensor) -> float:
     return float(per_pixel.sum()) / len(images)
 
 
-def _stack(widths: Sequence[int], transfer: type[nn.Module]) -> nn.Sequential:
+def _stack(widths: Sequence[int], transfer: Callable[[], nn.Module]) -> nn.Sequential:
     """Return linear layers of these widths with the transfer between them, none after the last."""
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):

@@ -1,21 +1,15 @@
-"""CURVES as arrays: the genuine images from `digs3pts_1.mat`, or generated ones, kept in a cache.
-
-Generated images have 256 grey levels, as those of MNIST do, and are the same on every machine.
-"""
+"""CURVES as arrays: the genuine images from `digs3pts_1.mat`, or generated ones, kept in a cache."""
 
 import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
-from torch_locoprop.study.curves import MARGIN, SIDE, Floats, paint, parabola
-
-Bytes = npt.NDArray[np.uint8]
+from torch_locoprop.study.curves import BLOCK, SIDE, Bytes, Floats, draw
 
 GENUINE = "digs3pts_1.mat"
 """The original file; its matrices `bdata` and `bdatatest` hold the images to train and test on."""
@@ -24,7 +18,6 @@ COUNTS = {"bdata": 20000, "bdatatest": 10000}
 """Images to train on and to test on, under their names in the genuine file."""
 
 SEED = 2006
-BLOCK = 32
 DIGEST = hashlib.sha256().digest_size
 
 
@@ -64,18 +57,9 @@ def generated(cache: Path) -> tuple[Bytes, Bytes]:
     train, test = COUNTS.values()
     images = _from_cache(cache, train + test)
     if images is None:
-        images = draw(train + test)
+        images = draw(train + test, seed=SEED)
         _store(cache, images.tobytes())
     return images[:train], images[train:]
-
-
-def draw(count: int) -> Bytes:
-    """Return the first so many images `[count, 784]`; a longer draw continues a shorter one."""
-    points = np.random.default_rng(SEED).uniform(MARGIN, SIDE - MARGIN, (count, 3, 2))
-    # In float64, then rounded: matrix products differ in the last digit from machine to machine.
-    vertices = parabola(cast(Floats, points)).astype(np.float32)
-    blocks = (vertices[start : start + BLOCK] for start in range(0, count, BLOCK))
-    return np.concatenate([np.rint(paint(block) * 255).astype(np.uint8) for block in blocks])
 
 
 def _from_cache(cache: Path, count: int) -> Bytes | None:
@@ -89,7 +73,7 @@ def _from_cache(cache: Path, count: int) -> Bytes | None:
         return None
     images = np.frombuffer(pixels, np.uint8).reshape(count, SIDE * SIDE)
     probe = min(count, BLOCK)
-    return images if np.array_equal(images[:probe], draw(probe)) else None
+    return images if np.array_equal(images[:probe], draw(probe, seed=SEED)) else None
 
 
 def _store(cache: Path, pixels: bytes) -> None:

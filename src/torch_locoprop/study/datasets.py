@@ -23,7 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_locoprop.study.curves_files import GENUINE, generated, read_mat
+from torch_locoprop.study.curves import curves
+from torch_locoprop.study.curves_files import GENUINE, SEED, generated, read_mat
 from torch_locoprop.study.download import DownloadError, Progress, fetch
 from torch_locoprop.study.idx import IDX_SETS, IdxFile
 
@@ -97,6 +98,15 @@ def load(
     if name == "curves":
         return _load_curves(folders)
     return _load_idx(name, folders, download, progress)
+
+
+def some_curves(train: int, test: int, seed: int = SEED) -> Dataset:
+    """Return so many generated curves to train and to test on: of `curves`, or at another seed."""
+    images = curves(train + test, seed=seed)
+    of = "" if seed == SEED else f" at seed {seed}"
+    return Dataset(
+        "curves", images[:train], images[train:], f"the first {len(images)} generated{of}"
+    )
 
 
 def status(data_dir: Path | None = None) -> list[Status]:

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from torch_locoprop import transfers
-from torch_locoprop.study.autoencoder import TRANSFERS, deep_autoencoder
+from torch_locoprop.study.autoencoder import deep_autoencoder
 from torch_locoprop.transfers import Transfer
 
 PRESETS: dict[str, tuple[int, ...]] = {
@@ -25,10 +25,9 @@ UNSUITABLE = {
 
 SUITABLE = tuple(name for name in transfers.NAMES if name not in UNSUITABLE)
 
-
 TORCH: dict[str, type[nn.Module]] = {
-    **TRANSFERS,
-    **{"softplus": nn.Softplus, "elu": nn.ELU, "selu": nn.SELU, "celu": nn.CELU},
+    **{"tanh": nn.Tanh, "relu": nn.ReLU, "softplus": nn.Softplus},
+    **{"elu": nn.ELU, "selu": nn.SELU, "celu": nn.CELU},
 }
 """torch's modules, where the table's formula takes several operations: LocoProp looks for one."""
 
@@ -73,16 +72,10 @@ def transfer_between(name: str) -> Transfer:
 
 def build(model: str, transfer: str = "tanh", seed: int = 0) -> nn.Sequential:
     """Return the untrained model on the CPU, with the paper's initialisation."""
-    name = transfer_between(transfer).name
+    sizes, between = sizes_of(model), transfer_between(transfer)
     with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from the global one
-        network = deep_autoencoder(sizes_of(model), generator=Generator().manual_seed(seed))
-    if name != "tanh":
-        for half in network.children():
-            for index, module in half.named_children():
-                if isinstance(module, nn.Tanh):
-                    half.set_submodule(index, _module(name))
-    return network
-
-
-def _module(transfer: str) -> nn.Module:
-    return TORCH[transfer]() if transfer in TORCH else Elementwise(transfers.get(transfer))
+        return deep_autoencoder(
+            sizes,
+            transfer=TORCH.get(between.name, lambda: Elementwise(between)),
+            generator=Generator().manual_seed(seed),
+        )

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable
 
-from torch_locoprop.study.schedule import warmup_then_decay
-
 Rate = Callable[[int, int], float]
 """From the epoch and the step within it, both from zero, to the factor of the peak rate."""
 
@@ -26,13 +24,27 @@ def paper(epochs: int, warmup_epochs: int) -> Callable[[int], float]:
     return factor
 
 
+def linear(steps: int, warmup_steps: int) -> Callable[[int], float]:
+    """Return the factor as a function of the step, in a line up to one and in a line down.
+
+    It would be zero only at the step after the last, for the reason that `paper` gives.
+    """
+
+    def factor(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        return (steps - step) / (steps - warmup_steps + 1)
+
+    return factor
+
+
 def _paper(epochs: int, warmup_epochs: int, steps: int) -> Rate:
     factor = paper(epochs, warmup_epochs)
     return lambda epoch, step: factor(epoch)
 
 
 def _linear(epochs: int, warmup_epochs: int, steps: int) -> Rate:
-    factor = warmup_then_decay(warmup_steps=warmup_epochs * steps, total_steps=epochs * steps)
+    factor = linear(epochs * steps, warmup_epochs * steps)
     return lambda epoch, step: factor(epoch * steps + step)
 
 

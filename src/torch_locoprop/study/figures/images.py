@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from torch_locoprop.study import datasets
-from torch_locoprop.study.curves_files import COUNTS, draw
+from torch_locoprop.study.curves_files import COUNTS
 from torch_locoprop.study.datasets import Dataset, DatasetError
 
 PUBLISHED = "published IDX files"
@@ -52,6 +50,4 @@ class Images:
 def _loaded(images: Images, name: str, download: bool) -> Dataset:
     if images.counts is None:
         return datasets.load(name, images.data_dir, download=download)
-    train, test = images.counts
-    drawn = torch.from_numpy(draw(train + test)).float() / 255
-    return Dataset(name, drawn[:train], drawn[train:], f"the first {train + test} generated")
+    return datasets.some_curves(*images.counts)
