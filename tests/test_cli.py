@@ -194,6 +194,8 @@ def test_datasets_tells_what_is_there(run: Any, tmp_path: Path) -> None:
         (["train", "--out", "file/run"], "Choose a folder that you can write to with --out."),
         (["compare", "adam", "--set", "sgd.lr=1"], "sgd is not among the methods"),
         (["train", "-m", "soap"], "torch-locoprop[peers]"),
+        (["compare", "adam", "soap"], "torch-locoprop[peers]"),
+        (["compare", "adam", "sgd", "--set", "sgd.lr=-1"], "Invalid lr=-1"),
     ],
 )
 def test_errors_are_one_sentence(
@@ -206,6 +208,7 @@ def test_errors_are_one_sentence(
     assert (code, out) == (1, "")
     assert message in err
     assert len(err.splitlines()) == 1
+    assert not Path("runs").exists()
 
 
 def test_wrong_usage_is_exit_code_two(run: Any) -> None:

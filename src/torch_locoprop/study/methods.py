@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch_locoprop import LocoProp, baselines
 from torch_locoprop.settings import unknown
 from torch_locoprop.solvers import Exact
-from torch_locoprop.study import peers
+from torch_locoprop.study import models, peers
 
 Settings = Mapping[str, Any]
 Build = Callable[[nn.Module, Settings], Optimizer]
@@ -49,6 +49,10 @@ class Method:
             )
         typed = {name: _like(self.settings[name], value) for name, value in given.items()}
         return {**self.settings, **typed}
+
+    def check(self, settings: Settings) -> None:
+        """Make an optimizer of a small model: what it refuses or lacks, it says before any work."""
+        self.build(models.build("3-2"), settings)
 
 
 _REGISTRY: dict[str, Method] = {}

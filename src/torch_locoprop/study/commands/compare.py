@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_locoprop.study import display, options
+from torch_locoprop.study import display, methods, options
 from torch_locoprop.study.commands.shared import (
     configuration,
     given_task,
@@ -65,6 +65,8 @@ def compare(
     for name in dict.fromkeys(names):
         own = parsed(text.removeprefix(f"{name}.") for text in settings or [] if is_for(name, text))
         configs.append(configuration({**task, "method": name, "settings": own}))
+    for each in configs:  # the last one's mistake should not cost the hours of the others
+        methods.get(each.method).check({**each.settings, "weight_decay": each.weight_decay})
     data = load(configs[0].dataset, data_dir, quiet)
     results = [
         run_in(
