@@ -3,7 +3,9 @@
 import errno
 import json
 import math
+import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_locoprop import LocoProp
-from torch_locoprop.study import methods, models, run_folder, runner, schedules
+from torch_locoprop.study import methods, models, runner, schedules
 from torch_locoprop.study.autoencoder import reconstruction_loss
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset
@@ -154,7 +156,7 @@ def test_the_run_is_the_plain_loop(tmp_path: Path) -> None:
         if not math.isnan(rate):
             optimizer.param_groups[0]["lr"] = 1e-3 * rate
             order = torch.randperm(
-                40, generator=torch.Generator().manual_seed(runner._seed(5, int(epoch)))
+                40, generator=torch.Generator().manual_seed(runner.epoch_seed(5, int(epoch)))
             )
             for rows in order.split(15):
                 x = DATA.train[rows]
@@ -171,7 +173,7 @@ def test_a_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
         run(tiny.config(seed=seed), tmp_path / name, data=DATA)
     check_same_bits(tmp_path / "one", tmp_path / "again")
     assert losses(tmp_path / "one") != losses(tmp_path / "other")
-    assert runner._seed(0, 1) != runner._seed(1, 0)
+    assert runner.epoch_seed(0, 1) != runner.epoch_seed(1, 0)
 
 
 @pytest.mark.parametrize("name", methods.names())
@@ -341,10 +343,38 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         checkpoint.write_bytes(content)
         with pytest.raises(RunError, match=r"checkpoint\.pt cannot be read"):
             run(tiny.config(), tmp_path, data=DATA, resume=True)
+    first = (tmp_path / "metrics.jsonl").read_text().splitlines()[0]
+    for text in ("{", "3", '{"epoch": 0}'):
+        (tmp_path / "metrics.jsonl").write_text(f"{first}\n{text}\n")
+        with pytest.raises(RunError, match=r"metrics\.jsonl has a line 2 that is not"):
+            run(tiny.config(), tmp_path, data=DATA, resume=True)
     for text in ("{", "[]", "{}"):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(RunError, match=r"config\.json is not the description of a run"):
             run(tiny.config(), tmp_path, data=DATA, resume=True)
+
+
+def test_lost_metrics_come_back_from_the_checkpoint(tmp_path: Path) -> None:
+    whole = run(tiny.config(), tmp_path, data=DATA)
+    (tmp_path / "metrics.jsonl").unlink()
+    assert run(tiny.config(), tmp_path, data=DATA, resume=True).metrics == whole.metrics
+    assert RunFolder(tmp_path).metrics() == whole.metrics
+
+
+def test_a_run_that_began_meanwhile_is_not_mixed_with_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = RunFolder.locked
+
+    def late(files: RunFolder) -> AbstractContextManager[None]:
+        monkeypatch.setattr(RunFolder, "locked", own)
+        run(tiny.config("adam"), tmp_path, data=DATA)
+        return own(files)
+
+    monkeypatch.setattr(RunFolder, "locked", late)
+    with pytest.raises(RunError, match="method is 'adam' there and 'sgd' here"):
+        run(tiny.config("sgd"), tmp_path, data=DATA)
+    assert result_of(tmp_path).config.method == "adam"
 
 
 def test_no_checkpoint_no_model(tmp_path: Path) -> None:
@@ -362,10 +392,11 @@ def test_a_failed_write_leaves_the_old_file_and_names_the_new(
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(run_folder.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match=r"No space left on device: .*checkpoint\.pt") as caught:
         files.write_checkpoint(Checkpoint({}, {}, (row, row)))
     assert caught.value.errno == errno.ENOSPC
     checkpoint = files.checkpoint()
     assert checkpoint is not None
     assert checkpoint.metrics == (row,)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]

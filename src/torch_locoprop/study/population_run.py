@@ -32,7 +32,7 @@ from torch_locoprop.study.machine import (
 )
 from torch_locoprop.study.population import NUMBERS, GraphedPopulation, Method, Population
 from torch_locoprop.study.run_folder import Metrics
-from torch_locoprop.study.runner import DIVERGED, _check, _seed
+from torch_locoprop.study.runner import DIVERGED, check_data, epoch_seed
 from torch_locoprop.transfers import Linear, Sigmoid, Transfer
 from torch_locoprop.variants import VARIANTS
 
@@ -89,7 +89,7 @@ def train_together(
             "by itself with torch_locoprop.study.runner.run."
         )
     data = datasets.load(configs[0].dataset) if data is None else data
-    _check(configs[0], data)
+    check_data(configs[0], data)
     with matmul_precision(configs[0].precision), own_randomness(configs[0].device):
         training = _Training(configs, method, data)
         ended: Collection[int] = on_epoch(training.evaluate(0.0))
@@ -137,7 +137,7 @@ class _Training:
 
     def epoch(self) -> dict[int, Metrics]:
         """Train for the next epoch and return each member's line of the metrics."""
-        seed = _seed(self.config.seed, self.epochs)
+        seed = epoch_seed(self.config.seed, self.epochs)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
         began = time.perf_counter()
         for step, rows in enumerate(torch.split(order.to(self.device), self.config.batch_size)):

@@ -12,27 +12,26 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import pickle
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from torch_locoprop.study import models
 from torch_locoprop.study.config import RunConfig
-
-if sys.platform != "win32":
-    import fcntl
-
+from torch_locoprop.study.safe_files import lock, replace
 
 # What torch.load raises, by the way in which a file is broken.
 _UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, TypeError)
+
+
+TIMINGS = "timings"
+"""The subfolder for runs that were alone on the machine: only their seconds count, not their losses."""
 
 
 class RunError(RuntimeError):
@@ -104,7 +103,16 @@ class RunFolder:
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return ()
-        return tuple(Metrics.from_dict(json.loads(line)) for line in path.read_text().splitlines())
+        rows = []
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            try:
+                rows.append(Metrics.from_dict(json.loads(line)))
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise RunError(
+                    f"{path} has a line {number} that is not that of an epoch ({error}). Delete the "
+                    "file: a run that has its checkpoint writes it again with --resume."
+                ) from error
+        return tuple(rows)
 
     def checkpoint(self) -> Checkpoint | None:
         """Return the last checkpoint, on the CPU, or None before the first one."""
@@ -133,7 +141,7 @@ class RunFolder:
     def begin(self, description: Mapping[str, Any]) -> None:
         """Write `config.json`."""
         text = json.dumps(description, indent=2) + "\n"
-        _replace(self.path / "config.json", lambda file: file.write(text.encode()))
+        replace(self.path / "config.json", lambda file: file.write(text.encode()))
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint."""
@@ -142,23 +150,20 @@ class RunFolder:
             "optimizer": checkpoint.optimizer,
             "metrics": [row.to_dict() for row in checkpoint.metrics],
         }
-        _replace(self.path / "checkpoint.pt", lambda file: torch.save(content, file))
+        replace(self.path / "checkpoint.pt", lambda file: torch.save(content, file))
 
     def write_metrics(self, metrics: Sequence[Metrics]) -> None:
         """Replace the metrics."""
         text = "".join(json.dumps(row.to_dict()) + "\n" for row in metrics)
-        _replace(self.path / "metrics.jsonl", lambda file: file.write(text.encode()))
+        replace(self.path / "metrics.jsonl", lambda file: file.write(text.encode()))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Make the folder, and keep other processes from running in it; a kill frees it."""
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.path / "lock", "wb") as lock:
-            if sys.platform != "win32":
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError as error:
-                    raise RunError(f"Another process is running in {self.path}.") from error
+        with open(self.path / "lock", "wb") as file:
+            if not lock(file, wait=False):
+                raise RunError(f"Another process is running in {self.path}.")
             yield
 
     def check_same(self, description: Mapping[str, Any]) -> None:
@@ -177,16 +182,3 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
     config, data = dict(description["config"]), description["data"]
     settings = config.pop("settings", {})
     return {**config, **settings, **{f"data {name}": value for name, value in data.items()}}
-
-
-def _replace(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Put a file in the place of another, whole or not at all."""
-    part = path.with_name(path.name + ".part")  # one name: what a kill leaves, the next overwrites
-    try:
-        with open(part, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -107,7 +107,7 @@ def run(
     `on_epoch` is called with each new line of the metrics; `data` are the images, if loaded already.
     """
     data = datasets.load(config.dataset) if data is None else data
-    _check(config, data)
+    check_data(config, data)
     files = RunFolder(Path(folder))
     description = _description(config, data)
     if files.exists:
@@ -123,7 +123,9 @@ def run(
     with matmul_precision(config.precision), own_randomness(config.device):
         training = _Training(config, data)
         with files.locked():
-            if not files.exists:
+            if files.exists:  # another process may have begun meanwhile
+                files.check_same(description)
+            else:
                 files.begin(description)
             training.restore(files.checkpoint())
             _train(training, files, on_epoch, checkpoint_seconds)
@@ -192,7 +194,7 @@ class _Training:
     def epoch(self) -> Metrics:
         """Train for the next epoch and return its line of the metrics."""
         index = len(self.metrics) - 1
-        seed = _seed(self.config.seed, index)
+        seed = epoch_seed(self.config.seed, index)
         torch.manual_seed(seed)  # whatever the method draws, a resumed run draws the same
         np.random.seed(seed % 2**32)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
@@ -218,7 +220,8 @@ class _Training:
             torch.cuda.synchronize()
 
 
-def _check(config: RunConfig, data: Dataset) -> None:
+def check_data(config: RunConfig, data: Dataset) -> None:
+    """Raise unless the configuration can be run on these images, on this machine."""
     if data.name != config.dataset:
         raise ValueError(f"The configuration is for {config.dataset}, and the data is {data.name}.")
     pixels, inputs = data.train.shape[1], models.sizes_of(config.model)[0]
@@ -248,6 +251,6 @@ def _loss(model: nn.Module, images: Tensor) -> float:
     return total.item() / len(images)
 
 
-def _seed(seed: int, epoch: int) -> int:
-    """A seed for one epoch of one run, unrelated to those of its neighbours."""
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return a seed for one epoch of one run, unrelated to those of its neighbours."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8]) >> 1

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from torch_locoprop.settings import unknown
-from torch_locoprop.study import datasets, methods, models
+from torch_locoprop.study import datasets, methods
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset
 from torch_locoprop.study.machine import environment
-from torch_locoprop.study.runner import _check
+from torch_locoprop.study.runner import check_data
 from torch_locoprop.study.spaces import Space
 from torch_locoprop.study.tuning_folder import TuningFolder
 from torch_locoprop.study.tuning_results import Status, TuningResult
@@ -65,7 +65,7 @@ def tune(
             'pip install "torch-locoprop[study]".'
         ) from error
     data = datasets.load(base.dataset) if data is None else data
-    _check(base, data)
+    check_data(base, data)
     _check_space(base, space)
     files = TuningFolder(Path(folder))
     files.begin(description(base, space, sampler, data))
@@ -98,8 +98,8 @@ def description(base: RunConfig, space: Space, sampler: str, data: Dataset) -> d
 
 def _check_space(base: RunConfig, space: Space) -> None:
     """Make an optimizer at every end of the space: what it refuses, it refuses before any trial."""
-    method, model = methods.get(base.method), models.build("3-2")
+    method = methods.get(base.method)
     for name, domain in space.items():
         for value in domain.ends:
             settings = replace(base, settings={**base.settings, name: value}).settings
-            method.build(model, {**settings, "weight_decay": base.weight_decay})
+            method.check({**settings, "weight_decay": base.weight_decay})

@@ -11,28 +11,15 @@ lock, workers/   who is at work: a process holds a lock on a file of its own, an
 from __future__ import annotations
 
 import json
-import sys
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from torch_locoprop.study.run_folder import RunError, _replace
-
-if sys.platform != "win32":
-    import fcntl
-
-
-def lock(file: IO[Any], *, wait: bool) -> bool:
-    """Lock an open file until it is closed; say whether it worked. Windows has no such lock."""
-    if sys.platform != "win32":
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            return False
-    return True
+from torch_locoprop.study.run_folder import RunError
+from torch_locoprop.study.safe_files import lock, replace
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,7 @@ class TuningFolder:
         return self.path / "workers" / name
 
     def _write(self, name: str, text: str) -> None:
-        _replace(self.path / name, lambda file: file.write(text.encode()))
+        replace(self.path / name, lambda file: file.write(text.encode()))
 
     def _check_same(self, description: Mapping[str, Any]) -> None:
         there, here = _flat(self.description()), _flat(description)

@@ -17,7 +17,7 @@ from typing import IO, Any
 from optuna.storages.journal import BaseJournalBackend
 
 from torch_locoprop.study.run_folder import RunError
-from torch_locoprop.study.tuning_folder import lock
+from torch_locoprop.study.safe_files import lock
 
 
 class JournalFile(BaseJournalBackend):

@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -204,11 +205,10 @@ def test_the_file_is_replaced_whole_or_not_at_all(
     target = tmp_path / "new folder" / "report.html"
     page.write(target, "first")
 
-    def full(self: Path, *_: Any, **__: Any) -> None:
-        self.touch()
+    def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as error:
         page.write(target, "second")
     assert error.value.filename == str(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from torch_locoprop.study.palette import colour
+from torch_locoprop.study.safe_files import replace
 
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
 PANEL_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
@@ -77,10 +77,5 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
 def write(path: Path, content: bytes) -> Path:
     """Put a file in its place in one step, with its folder, and return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_bytes(content)
-        os.replace(part, path)
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    replace(path, lambda file: file.write(content))
     return path

@@ -12,7 +12,6 @@ import hashlib
 import html
 import json
 import math
-import os
 import re
 from collections.abc import Sequence
 from importlib import resources
@@ -25,6 +24,7 @@ from torch_locoprop.study.report.gallery import Gallery
 from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Run, Skipped
 from torch_locoprop.study.report.series import LOSSES, Series, Spread
+from torch_locoprop.study.safe_files import replace
 
 SCRIPTS = ("curves.js", "ranking.js", "page.js")
 
@@ -68,13 +68,7 @@ def page(
 def write(path: Path, text: str) -> None:
     """Put the page in its place, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    replace(path, lambda file: file.write(text.encode()))
 
 
 def ranking(task: Task) -> list[dict[str, Any]]:

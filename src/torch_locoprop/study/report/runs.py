@@ -104,10 +104,7 @@ def read(folder: Path) -> Run:
             raise RunError(
                 f"{name} in config.json is {value!r}, which is not of type {kind.__name__}."
             )
-    try:
-        metrics = files.metrics()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RunError(f"metrics.jsonl has a line that is none ({error}).") from error
+    metrics = files.metrics()
     if not metrics:
         raise RunError("metrics.jsonl is empty: not even the untrained model was evaluated.")
     for index, row in enumerate(metrics):
