@@ -248,6 +248,15 @@ def test_seconds_leave_out_the_first_epoch_and_come_from_one_machine(tmp_path: P
     assert any(line.startswith("1 methods are timed") for line in again.said)
 
 
+def test_a_folder_above_the_runs_may_have_any_name(tmp_path: Path, executed: list[str]) -> None:
+    asked = small.order(tmp_path / "timings" / "mine")
+    (made,) = small.Making(asked)("relu")
+    assert len(made.runs) == len(METHODS)
+    executed.clear()
+    small.Making(asked)("relu")
+    assert executed == []
+
+
 def test_what_is_missing_is_told_in_few_words() -> None:
     missing = Missing()
     for task in ("wide", "deep"):

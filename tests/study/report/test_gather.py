@@ -37,6 +37,13 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     assert not skipped
 
 
+def test_timings_are_no_results(tmp_path: Path) -> None:
+    made(tmp_path / "result", [9.0, 3.0])
+    made(tmp_path / "timings" / "standard-adam", [9.0, 8.0])
+    assert [run.folder.name for run in find([tmp_path])[0]] == ["result"]
+    assert [run.folder.name for run in find([tmp_path / "timings"])[0]] == ["standard-adam"]
+
+
 @pytest.mark.parametrize(
     ("file", "content", "reason"),
     [

@@ -20,7 +20,8 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FOLDER",
-            help="Folders of runs, searched to any depth.  [dim]default: runs[/dim]",
+            help="Folders of runs, searched to any depth but for timings.  "
+            "[dim]default: runs[/dim]",
         ),
     ] = None,
     out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),

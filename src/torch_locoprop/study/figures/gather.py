@@ -17,11 +17,8 @@ from typing import Any
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.population_run import without_numbers
-from torch_locoprop.study.run_folder import Metrics, RunError, RunFolder
+from torch_locoprop.study.run_folder import TIMINGS, Metrics, RunError, RunFolder
 from torch_locoprop.study.runner import RunResult
-
-TIMINGS = "timings"
-"""The subfolder for runs that were alone on the machine: only their seconds count, not their losses."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +122,15 @@ class Library:
                 yield each
 
     def _key(self, config: RunConfig, path: Path) -> str:
-        return self._timing_key(config) if TIMINGS in path.parts else self.place.key(config)
+        return self._timing_key(config) if self._is_timing(path) else self.place.key(config)
+
+    def _is_timing(self, path: Path) -> bool:
+        """Whether it is in such a subfolder; what is above the folders that were named says nothing."""
+        return any(
+            TIMINGS in (root.name, *path.relative_to(root).parts)
+            for root in self.folders
+            if path.is_relative_to(root)
+        )
 
     def _timing_key(self, config: RunConfig) -> str:
         """The same for all learning rates: a step takes its time whatever its numbers are."""

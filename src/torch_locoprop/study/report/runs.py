@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.run_folder import Metrics, RunError, RunFolder
+from torch_locoprop.study.run_folder import TIMINGS, Metrics, RunError, RunFolder
 from torch_locoprop.study.runner import RunResult
 
 FINISHED, UNFINISHED, DIVERGED = "finished", "unfinished", "diverged"
@@ -79,7 +79,10 @@ class Run:
 
 
 def find(folders: Iterable[Path]) -> tuple[list[Run], list[Skipped]]:
-    """Return all runs in the folders and below them, each once, and what could not be read."""
+    """Return all runs in the folders and below, each once, and what could not be read.
+
+    Those in subfolders for timings are left alone, unless such a folder is named itself.
+    """
     runs, skipped, seen = [], [], set()
     for folder in _run_folders(folders):
         if folder.resolve() in seen:
@@ -118,7 +121,8 @@ def read(folder: Path) -> Run:
 def _run_folders(folders: Iterable[Path]) -> Iterator[Path]:
     for top in folders:
         for place, inner, files in os.walk(top):
-            inner.sort()
+            # A few epochs for the sake of their seconds: in a ranking they would pass for results.
+            inner[:] = sorted(name for name in inner if name != TIMINGS)
             if {"config.json", "metrics.jsonl"} <= set(files):
                 yield Path(place)
 
