@@ -200,8 +200,9 @@ def test_objective_has_the_gradient_the_solvers_follow() -> None:
         for p in model.parameters():
             p.grad = None
         opt = LocoProp(model, variant=name, gamma=2.0, output_transfer="sigmoid")
-        cross_entropy(model(x), y).backward()
         layer = opt._layers[1]
+        layer.condense_for = 0  # keep the rows
+        cross_entropy(model(x), y).backward()
         g, v = layer.gradients(), layer.post_gradients()
         w, b = layer.tensors["weight"], layer.tensors["bias"]
         problem = LocalProblem(

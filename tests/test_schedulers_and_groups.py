@@ -101,7 +101,7 @@ OVERRIDES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+@pytest.mark.parametrize("override", OVERRIDES, ids=lambda own: next(iter(own)))
 def test_a_group_overrides_any_setting_for_its_layer(override: dict[str, Any]) -> None:
     """The overridden layer moves as if all had the override, the others as if none had."""
     base = {"lr": 1e-3, "momentum": 0.9}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_locoprop.assignment import effective_variant
 from torch_locoprop.fisher import running_average, second_moment
+from torch_locoprop.gram import Gram
 from torch_locoprop.groups import Group, decayed, numbers
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
@@ -72,6 +73,7 @@ def local_problem(
     trained = layer.with_gradient
     group = group_of[layer.given[0]]
     kind, x = layer.kind, layer.inputs()
+    _check_rows(layer, x, method)
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
@@ -106,6 +108,31 @@ def local_problem(
         fisher=fisher,
         base=base,
     )
+
+
+def _check_rows(layer: ServedLayer, x: Any, method: Method) -> None:
+    """Raise if settings changed after the backward pass to such as need what was not recorded."""
+    quadratic = method.variant.loss.is_quadratic(layer.transfer or Linear())
+    served = isinstance(method.solver, FirstOrder) and (quadratic or method.local_steps == 1)
+    if isinstance(x, Gram) and not served:
+        raise RuntimeError(
+            f"The settings of layer {layer.name!r} were changed between backward() and step() to "
+            "some that need its inputs, of which only a summary was kept. Change settings before "
+            "the forward pass, or call zero_grad() and backward() again."
+        )
+
+
+def gradients_by_gram(layer: ServedLayer, group: Group, components: Components) -> int:
+    """How many gradients the next step takes through XᵀX alone; 0 if it may need the rows.
+
+    What is known of transfers has no part in it: a resumed run knows none before its first step, and
+    must round as the one did that went on.
+    """
+    loss, solver = components.variant(group).loss, components.solver(group)
+    by_rows = layer.needs or group["max_rows"] is not None or not isinstance(solver, FirstOrder)
+    if by_rows or loss.uses_transfer or not loss.is_quadratic(Linear()):
+        return 0
+    return int(group["local_steps"]) - 1
 
 
 def _post_gradients(layer: ServedLayer, x: Any) -> Tensor | None:

@@ -33,6 +33,9 @@ class Gram:
         weighted = weight * x
         return cls(weighted.mT @ x, weighted.sum(-2), weight.sum())
 
+    def __add__(self, other: Gram) -> Gram:
+        return Gram(self.square + other.square, self.total + other.total, self.rows + other.rows)
+
     def gradient(self, moved: Tensors) -> Tensors:
         """``(X ΔWᵀ + 1 Δbᵀ)ᵀ [X 1]`` for the displacements of "weight" and "bias" that are there.
 

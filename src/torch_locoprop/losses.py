@@ -18,6 +18,9 @@ class LocalLoss:
     uses_transfer: ClassVar[bool] = True  # False: works for a layer whose transfer is unknown
     closed_form: ClassVar[bool] = False  # True: `curvature` is there for the exact solver
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         """``δ = ∂D/∂a`` ``[..., rows, features]``."""
         raise NotImplementedError

@@ -15,6 +15,7 @@ from torch_locoprop.assembly import (
     asks_for_fisher,
     backprop_step,
     full_precision,
+    gradients_by_gram,
     local_problem,
     loss_terms,
     method_for,
@@ -503,6 +504,7 @@ class LocoProp(WithFallback):
             regularizer = self._components.regularizer(group)
             layer.needs = variant.target.needs | regularizer.needs
             layer.max_rows, layer.row_seed = group["max_rows"], 1000 * steps
+            layer.condense_for = gradients_by_gram(layer, group, self._components)
             if "fisher" in layer.needs:
                 draw |= steps % getattr(variant.target, "every", 1) == 0
         self._capture.draw_labels(steps if draw or self._fisher_missing else None)

@@ -34,7 +34,7 @@ class LocalProblem:
     """``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer."""
 
     layer: Layer
-    x: Any  # the layer's inputs as its kind keeps them; for a linear layer [..., rows, n]
+    x: Any  # the layer's inputs as its kind keeps them (linear: [..., rows, n]), or their Gram
     start: Tensors  # W: the trained ones of "weight" [..., d, n] and "bias" [..., d]
     fixed: Tensors  # the frozen ones
     backprop: Tensors  # G: the ordinary gradient of each tensor in start
@@ -93,6 +93,8 @@ class LocalProblem:
         """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
+        if isinstance(self.x, Gram):
+            return self.x
         d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
         return self.layer.gram(self.x, d, local_steps - 1, self._own_weights)
 
@@ -111,6 +113,13 @@ class LocalProblem:
 
     def objective(self, at: Tensors) -> Tensor:
         """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature."""
+        moved = self.displacement(at)
+        linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
+        penalty = self.regularizer.value(moved, self.eta, self.metric)
+        if isinstance(self.x, Gram):
+            curved = self.x.gradient(moved)
+            half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
+            return linear + self.row_weight * half + penalty
         a = self._forward(at)
         beyond_linear = self.loss.value(a, self.target_rows, self.transfer) - self.loss.value(
             self.a0, self.target_rows, self.transfer
@@ -118,9 +127,6 @@ class LocalProblem:
         if self.delta0 is not None:
             beyond_linear = beyond_linear - (self.delta0 * (a - self.a0)).sum(-1)
         weight = self.row_weight if self._own_weights is None else self._own_weights.squeeze(-1)
-        moved = self.displacement(at)
-        linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
-        penalty = self.regularizer.value(moved, self.eta, self.metric)
         return linear + (weight * beyond_linear).sum() + penalty
 
     def _forward(self, at: Tensors) -> Tensor:

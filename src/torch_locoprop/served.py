@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_locoprop import detection
 from torch_locoprop.detection import Finding, Mark
+from torch_locoprop.gram import Gram
 from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
 
@@ -43,6 +44,7 @@ class Call:
     recomputed: bool = False  # the call was made inside a backward pass
     compiled: CompiledCall | None = None
     kept: Tensor | None = None  # which samples these are, where not all were kept
+    gram: Gram | None = None  # instead of x, where that is all that is needed
 
     def thinned(self, kind: Layer, samples: Tensor) -> Call:
         """The same call with some of its samples only."""
@@ -83,6 +85,7 @@ class ServedLayer:
     compiled: bool = False  # its calls are inside compiled graphs
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
+    condense_for: int = 0  # so many gradients of a squared loss: XᵀX may stand for X
     counts: dict[str, int | Tensor] = field(
         default_factory=dict
     )  # of solutions, by what befell them
@@ -141,7 +144,7 @@ class ServedLayer:
         for call in self._pending.pop(backward_pass, ()):
             known = [i for i, own in enumerate(self.calls) if own.is_same(call)]
             if not known:
-                self.calls.append(self._thinned(call))
+                self.calls.append(self._condensed(self._thinned(call)))
                 continue
             first = self.calls[known[0]]
             same = call if first.kept is None else call.thinned(self.kind, first.kept)
@@ -151,14 +154,24 @@ class ServedLayer:
 
     def _thinned(self, call: Call) -> Call:
         """The call with at most ``max_rows`` rows, drawn at random."""
+        if self.max_rows is None or call.x.layout != torch.strided:
+            return call
         positions = self.kind.positions(call.shape)
         samples = self._rows_of(call) // max(positions, 1)
-        keep = samples if self.max_rows is None else max(self.max_rows // max(positions, 1), 1)
-        if samples <= keep or call.x.layout != torch.strided:
+        keep = max(self.max_rows // max(positions, 1), 1)
+        if samples <= keep:
             return call
         generator = torch.Generator(call.x.device).manual_seed(self.row_seed + len(self.calls))
         order = torch.randperm(samples, generator=generator, device=call.x.device)
         return call.thinned(self.kind, order[:keep])
+
+    def _condensed(self, call: Call) -> Call:
+        """The call with XᵀX instead of X, where that is enough, smaller and less work."""
+        if self.condense_for == 0 or call.kept is not None:
+            return call
+        like = self.tensors["weight"]
+        gram = self.kind.condensed(call.x, like, self.width, self.condense_for)
+        return call if gram is None else replace(call, x=call.x.new_empty(0), gram=gram)
 
     def _rows_of(self, call: Call) -> int:
         """How many rows a call had."""
@@ -241,14 +254,19 @@ class ServedLayer:
 
     @property
     def has_rows(self) -> bool:
-        return any(call.x.numel() > 0 for call in self.calls)
+        return any(call.x.numel() > 0 or call.gram is not None for call in self.calls)
 
     def findings(self) -> list[Finding]:
         return [detection.resolve(call.mark, self.last_width) for call in self.calls]
 
     def inputs(self) -> Any:
-        """X: the inputs of all calls, as the layer kind keeps them."""
+        """X: the inputs of all calls, as the layer kind keeps them; XᵀX where some were condensed."""
         calls = self.calls
+        grams = [call.gram for call in calls if call.gram is not None]
+        if grams:
+            whole = [call.x for call in calls if call.gram is None]
+            rows = self.kind.collect(whole, [], self.tensors["weight"])
+            return sum(grams, Gram.of(rows))
         return self.kind.collect(
             [call.x for call in calls], [call.shape for call in calls], self.tensors["weight"]
         )

@@ -35,6 +35,9 @@ class Target:
     needs: ClassVar[frozenset[str]] = frozenset({"g"})
     starts_at_zero: ClassVar[bool] = False  # without g, the target is where the layer already is
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:

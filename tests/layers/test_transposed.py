@@ -61,7 +61,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda own: ", ".join(own))
 def test_a_step_is_that_of_the_linear_layer(conv1d: Any, options: dict[str, Any]) -> None:
     models = pair(conv1d)
     for model in models:

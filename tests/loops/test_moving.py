@@ -54,7 +54,7 @@ def test_another_precision(variant: str, kind: str) -> None:
     assert 0 < distance(found, stayed) < 1e-5
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda own: ", ".join(own))
 def test_the_state_of_every_solver_follows(options: dict[str, Any]) -> None:
     places = [torch.float64, torch.float32, torch.float64]
     found = moved(make(), places, **options)
@@ -64,7 +64,7 @@ def test_the_state_of_every_solver_follows(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an accelerator")
-@pytest.mark.parametrize("options", [*OPTIONS, WITH_OUTER], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, WITH_OUTER], ids=lambda own: ", ".join(own))
 @pytest.mark.parametrize("kind", ["linear", "conv", "fallback"])
 def test_another_device(kind: str, options: dict[str, Any]) -> None:
     def model() -> nn.Module:

@@ -75,6 +75,10 @@ class Layer(Protocol):
         """How many rows each sample of an output of this shape has."""
         ...
 
+    def condensed(self, x: Tensor, like: Tensor, d: int, gradients: int) -> Gram | None:
+        """:meth:`gram` of one recorded input, if it is also smaller than that."""
+        ...
+
     def gram(self, x: Any, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:
         """``XᵀX``, if so many gradients of a squared loss are cheaper with it than by rows.
 

@@ -195,6 +195,9 @@ class ConvLayer:
     def positions(self, output: Sequence[int]) -> int:
         return int(torch.Size(output[-len(self.stride) :]).numel())
 
+    def condensed(self, x: Tensor, like: Tensor, d: int, gradients: int) -> Gram | None:
+        return None  # would unfold the images
+
     def gram(
         self, x: tuple[Images, ...], d: int, gradients: int, weight: Tensor | None = None
     ) -> Gram | None:
