@@ -168,3 +168,14 @@ def test_the_footer_says_where_settings_come_from() -> None:
     figure = catalog.loss_figure("standard", small.SCALE)
     text = footer(figure, runs, "", (), "")
     assert "Settings: Adam, Muon: given; PocoProp-M: untuned, as locoprop-m." in text
+
+
+def test_settings_that_were_found_at_another_number_of_iterations_are_called_that() -> None:
+    run = found("locoprop-m", FALLING)
+    runs = []
+    for steps in (10, 5):
+        config = replace(run.config, settings={"local_steps": steps})
+        runs.append(replace(run, result=replace(run.result, config=config)))
+    figure = catalog.loss_figure("s-vs-m", small.SCALE)
+    text = footer(figure, runs, "", (), "")
+    assert "LocoProp-M: reference; LocoProp-M with T = 5: reference, at T = 10." in text

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.catalog import LossFigure
 from torch_locoprop.study.figures.gather import Found, where_made
 from torch_locoprop.study.figures.names import DATA, label
+from torch_locoprop.study.runner import RunResult
 
 
 def subtitle_of(figure: LossFigure) -> str:
@@ -56,11 +58,22 @@ def _origins(runs: Sequence[Found]) -> str:
     """Where the settings come from: a figure compares searches as much as methods."""
     by_origin: dict[str, list[str]] = {}
     for run in runs:
-        by_origin.setdefault(run.result.origin, []).append(label(run.config.method))
+        origin, name = _origin(run.result)
+        by_origin.setdefault(origin, []).append(name)
     if len(by_origin) == 1:
         return f"Settings: {next(iter(by_origin))}."
     told = (f"{', '.join(_unique(names))}: {origin}" for origin, names in by_origin.items())
     return f"Settings: {'; '.join(told)}."
+
+
+def _origin(result: RunResult) -> tuple[str, str]:
+    """Where the settings of a run come from, and its name among others with the same origin."""
+    method, settings = methods.get(result.config.method), result.config.settings
+    changed = {name for name, value in method.settings.items() if settings[name] != value}
+    if changed != {"local_steps"}:
+        return result.origin, label(method.name)
+    searched = f"{method.source}, at T = {method.settings['local_steps']}"
+    return searched, f"{label(method.name)} with T = {settings['local_steps']}"
 
 
 def _task(config: RunConfig) -> str:
