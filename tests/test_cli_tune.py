@@ -15,7 +15,7 @@ from rich.console import Console
 
 from torch_locoprop import cli
 from torch_locoprop.study import datasets
-from torch_locoprop.study.commands.tune import _watching
+from torch_locoprop.study.commands.tune import watching
 from torch_locoprop.study.datasets import Dataset
 from torch_locoprop.study.runner import result_of
 from torch_locoprop.study.tuning import Status
@@ -243,7 +243,7 @@ def test_help_teaches(run: Any) -> None:
 
 def test_a_terminal_gets_a_bar(capfd: pytest.CaptureFixture[str]) -> None:
     console = Console(force_terminal=True, width=120)
-    with _watching(console, "adam", quiet=False) as watch:
+    with watching(console, "adam", quiet=False) as watch:
         watch(Status(0, 64, None, 0, 0, 100))
         watch(Status(12, 64, 51.5, 8, 34, 100))
     out = capfd.readouterr().out

@@ -21,6 +21,24 @@ from torch_locoprop.study.run_folder import Metrics
 from torch_locoprop.study.runner import RunResult
 
 Watch = Callable[[Metrics], None]
+Show = Callable[[int, int, str], None]
+"""Takes how much is done, of how much, and what there is to say of it."""
+
+
+@contextmanager
+def bar(console: Console, name: str) -> Iterator[Show]:
+    """Give what moves a bar on the terminal."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(name, total=None, now="")
+        yield lambda done, total, now: progress.update(task, completed=done, total=total, now=now)
 
 
 @contextmanager
@@ -29,17 +47,8 @@ def watching(console: Console, name: str, epochs: int, *, quiet: bool) -> Iterat
     if quiet:
         yield lambda row: None
     elif console.is_terminal:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[losses]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task(name, total=epochs, losses="")
-            yield lambda row: progress.update(bar, completed=row.epoch, losses=_losses(row))
+        with bar(console, name) as show:
+            yield lambda row: show(row.epoch, epochs, _losses(row))
     else:
         yield lambda row: console.print(
             f"{name}  epoch {row.epoch}/{epochs}  {_losses(row)}  {row.seconds:.1f} s",

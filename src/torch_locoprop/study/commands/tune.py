@@ -13,16 +13,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 
-from torch_locoprop.study import methods, options, spaces, tuning
+from torch_locoprop.study import display, methods, options, spaces, tuning
 from torch_locoprop.study.commands.shared import (
     INTERRUPTED,
     configuration,
@@ -116,7 +108,7 @@ def tune(
         out = Path("tuning") / _name(base, tuning.description(base, space, sampler, data))
     console = Console(stderr=True, highlight=False, markup=False)
     try:
-        with _watching(console, base.method, quiet=quiet) as watch:
+        with watching(console, base.method, quiet=quiet) as watch:
             result = tuning.tune(
                 base,
                 space,
@@ -183,24 +175,13 @@ def _name(base: RunConfig, description: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _watching(console: Console, name: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
+def watching(console: Console, name: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
     """Give what shows the search: a bar on a terminal, a line for new trials elsewhere, or nothing."""
     if quiet:
         yield lambda status: None
     elif console.is_terminal:
-        columns = (
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[now]}"),
-            TimeElapsedColumn(),
-        )
-        with Progress(*columns, console=console) as progress:
-            bar = progress.add_task(name, total=None, now="")
-            yield lambda status: progress.update(
-                bar, completed=status.finished, total=status.trials, now=_now(status)
-            )
+        with display.bar(console, name) as show:
+            yield lambda status: show(status.finished, status.trials, _now(status))
     else:
         shown = -1
 
