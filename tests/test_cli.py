@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
 
 from torch_locoprop import cli
-from torch_locoprop.study import datasets, display
+from torch_locoprop.study import datasets, display, methods
 from torch_locoprop.study.commands import shared
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset
@@ -166,6 +168,19 @@ def test_compare_ranks_and_reuses(run: Any) -> None:
     assert {result["config"]["method"] for result in results} == {"adam", "kfac@3", "sgd"}
     adam = next(result["config"] for result in results if result["config"]["method"] == "adam")
     assert adam["settings"]["lr"] == 1e-2
+
+
+def test_a_script_can_bring_a_method_of_its_own(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
+        return torch.optim.AdamW(model.parameters(), **settings)
+
+    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
+    methods.register(methods.Method("mine", build, {"lr": 1e-3}, "untuned"))
+    code, out, _ = run("compare", "mine", "adam", *TINY, "--set", "mine.lr=0.01", "--json")
+    assert code == 0
+    found = {each["config"]["method"]: each["config"]["settings"] for each in json.loads(out)}
+    assert found["mine"] == {"lr": 0.01}
+    assert run("train", *TINY, "-m", "mine", "--out", "alone")[1].startswith("mine: train loss ")
 
 
 def test_datasets_tells_what_is_there(run: Any, tmp_path: Path) -> None:

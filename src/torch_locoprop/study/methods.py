@@ -6,7 +6,8 @@
 
 `build(model, settings)` returns the optimizer; its settings are the method's own, completed by the
 defaults, and `weight_decay`, which is decoupled and the same for all. A method with the setting
-`every` also answers to `name@k`: the same with `every=k`.
+`every` also answers to `name@k`: the same with `every=k`. A script that registers a method and ends in
+`torch_locoprop.cli.main()` is the command line with it: `python mine.py compare mine adam`.
 """
 
 from __future__ import annotations
