@@ -33,7 +33,7 @@ PROTOCOL = Scale(
     },
     settings={},
     special={task: {"rmsprop": _RMSPROP} for task in ("relu", "fashion-mnist", "curves")},
-    # Each but RMSProp, whose values are the reference's: 16 trials of 30 epochs, results/searches.
+    # Each but RMSProp, whose values are the reference's: 8 to 16 trials of 30 epochs, results/searches.
     solvers={
         "sgd": {"lr": 2.646e-06, "gamma": 500.0},
         "momentum": {"lr": 2.086e-07, "gamma": 100.0, "momentum": 0.9984},
