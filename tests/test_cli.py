@@ -314,6 +314,19 @@ def test_a_missing_package_is_named(
     assert 'pip install "torch-locoprop[study]"' in err
 
 
+def test_memory_that_runs_out_is_told_in_a_sentence(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nA second line.")
+
+    monkeypatch.setattr(shared, "run", full)
+    code, _, err = run("train", *TINY, "--out", "there")
+    assert code == 1
+    assert "Tried to allocate 2 GiB. Use a smaller --batch-size" in err
+    assert "second line" not in err
+
+
 # What a terminal sees -------------------------------------------------------------------------
 
 

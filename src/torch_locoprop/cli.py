@@ -21,6 +21,8 @@ ADVICE = {
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
     try:
+        from torch import OutOfMemoryError
+
         from torch_locoprop.study.commands import app
         from torch_locoprop.study.datasets import DatasetError
         from torch_locoprop.study.run_folder import RunError
@@ -33,6 +35,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         app(args=arguments, prog_name="locoprop")
     except (ValueError, ImportError, DatasetError, RunError) as error:
         _fail(str(error))
+    except OutOfMemoryError as error:
+        _fail(
+            f"{str(error).splitlines()[0]} Use a smaller --batch-size or --model, or fewer at a time."
+        )
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         _fail(f"{where}{error.strerror or error}. {ADVICE.get(error.errno or 0, '')}".rstrip())
