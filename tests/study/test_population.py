@@ -8,7 +8,7 @@ from cases import FIRST_ORDER, batch
 from torch import nn
 
 from torch_locoprop import LocoProp, transfers
-from torch_locoprop.regularizers import L1, L2, Regularizer
+from torch_locoprop.regularizers import L1, L2, FisherMahalanobis, Regularizer
 from torch_locoprop.solvers import SOLVERS
 from torch_locoprop.spread import spread
 from torch_locoprop.study.autoencoder import deep_autoencoder, reconstruction_loss
@@ -41,6 +41,7 @@ def alone(member: int, method: Method) -> float:
         local_steps=method.local_steps,
         local_decay=method.local_decay,
         regularizer=method.regularizer,
+        local_reduction=method.local_reduction,
         output_transfer="sigmoid",
         **numbers,
     )
@@ -66,12 +67,11 @@ METHODS = [
     *((variant, "exact", Regularizer()) for variant in ("locoprop-s", "locoprop-m", "proxprop")),
     ("locoprop-m", "rmsprop", L2()),
     ("locoprop-m", "sgd", L1(0.1)),
+    ("locoprop-m", "rmsprop", FisherMahalanobis()),
 ]
 
 
-@pytest.mark.parametrize(
-    ("variant", "solver", "regularizer"), [m for m in METHODS if m[0] != "natural-s"]
-)
+@pytest.mark.parametrize(("variant", "solver", "regularizer"), METHODS)
 def test_losses_equal_those_of_separate_runs(
     variant: str, solver: str, regularizer: Regularizer
 ) -> None:
@@ -84,6 +84,14 @@ def test_losses_equal_those_of_separate_runs(
         assert losses[member].item() == pytest.approx(alone(member, method), rel=1e-11)
     assert population.skipped[:2].tolist() == [0, 0]
     assert len(population) == 3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_mean_over_rows(variant: str) -> None:
+    method = Method(VARIANTS[variant], SOLVERS["sgd"], local_steps=3, local_reduction="mean")
+    losses = together(method, NUMBERS).losses(IMAGES)
+    for member in range(2):
+        assert losses[member].item() == pytest.approx(alone(member, method), rel=1e-11)
 
 
 def test_the_wild_member_is_counted_and_stays_finite() -> None:

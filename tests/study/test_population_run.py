@@ -123,10 +123,8 @@ def test_the_callers_random_numbers_stay() -> None:
     [
         ("kfac", {}),
         ("muon", {}),
-        ("natural-s", {}),
+        ("exact-s", {}),
         ("locoprop-s", {"solver": "exact"}),
-        ("locoprop-s", {"local_reduction": "mean"}),
-        ("locoprop-s", {"regularizer": "fisher"}),
     ],
 )
 def test_what_has_no_population(method: str, settings: dict[str, Any]) -> None:

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torch_locoprop.fisher import running_average, sampled_output_gradient, second_moment
 from torch_locoprop.lanes import lanes
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.problem import LocalProblem
@@ -41,6 +43,13 @@ class Method:
     local_steps: int = 10
     local_decay: str = "linear"
     regularizer: Regularizer = REGULARIZERS["none"]
+    local_reduction: str = "sum"
+
+    @property
+    def asks_for_fisher(self) -> Any:
+        """The target or regularizer that needs a Fisher matrix, if one does."""
+        parts = (self.variant.target, self.regularizer)
+        return next((part for part in parts if "fisher" in part.needs), None)
 
 
 class Population:
@@ -84,18 +93,31 @@ class Population:
             )
             for name in NUMBERS
         }
-        self.skipped = torch.zeros(len(models), dtype=torch.long, device=like.device)
+        # Layer by layer: layers that are solved side by side must not add to one number.
+        self.skips = torch.zeros(len(transfers), len(models), dtype=torch.long, device=like.device)
+        self.steps = 0
         self.rate = torch.ones((), dtype=like.dtype, device=like.device)  # of the schedule
         self.states = [self._first_states(layer) for layer in self.layers]
 
     def __len__(self) -> int:
-        return len(self.skipped)
+        return self.skips.shape[1]
+
+    @property
+    def skipped(self) -> Tensor:
+        """How many solutions of each member were not finite: ``[K]``."""
+        return self.skips.sum(0)
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step is a fixed sequence of device operations: a CUDA graph."""
+        return self.method.asks_for_fisher is None and isinstance(self.method.solver, FirstOrder)
 
     @torch.no_grad()
     def step(self, images: Tensor) -> None:
         """One training step on ``[rows, pixels]`` shared by all, or ``[K, rows, pixels]``."""
         x = images if images.dim() == 3 else images.expand(len(self), *images.shape)
         inputs, pre_activations = self._forward(x)
+        fishers = self._fishers(pre_activations)
         g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[-2]  # of the mean loss
         v: Tensor | None = None
         in_use: list[Tensor | None] = []  # by layers whose problems are still being solved
@@ -104,10 +126,11 @@ class Population:
                 below = g @ self.layers[m]["weight"] if m > 0 else None
                 in_use += [g, v]
                 with lane():
-                    self._solve(m, inputs[m], pre_activations[m], g, v)
+                    self._solve(m, inputs[m], pre_activations[m], g, v, fishers[m])
                 if below is not None:
                     v = below
                     g = self.transfers[m - 1].vjp(pre_activations[m - 1], below)
+        self.steps += 1
 
     @torch.no_grad()
     def losses(self, images: Tensor, rows: int = 10_000) -> Tensor:
@@ -134,14 +157,14 @@ class Population:
                 f"Invalid members={list(members)}. Must be different ones of 0..{len(self) - 1}, "
                 "and at least one."
             )
-        index = torch.tensor(members, device=self.skipped.device)
+        index = torch.tensor(members, device=self.skips.device)
         self.layers = [_selected(layer, index) for layer in self.layers]
         self.states = [
             {name: _selected(state, index) for name, state in states.items()}
             for states in self.states
         ]
         self.numbers = _selected(self.numbers, index)
-        self.skipped = self.skipped[index]
+        self.skips = self.skips[:, index]
 
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """The input and the pre-activation of every layer."""
@@ -151,6 +174,28 @@ class Population:
             pre_activations.append(LinearLayer().forward(x, **layer))
             x = transfer.f(pre_activations[-1])
         return inputs, pre_activations
+
+    def _fishers(self, pre_activations: list[Tensor]) -> list[Tensor | None]:
+        """Each layer's Fisher matrix ``[K, d, d]``, from labels that the members draw as if alone."""
+        asking, layers = self.method.asks_for_fisher, range(len(self.layers))
+        known = [self.states[m]["weight"].get("fisher") for m in layers]
+        if asking is None or self.steps % getattr(asking, "every", 1) != 0:
+            return known
+        a = pre_activations[-1]
+        generator = torch.Generator(a.device)
+        seed = 1000 * self.steps  # that of LocoProp itself
+        g = torch.stack(
+            [
+                sampled_output_gradient(self.transfers[-1], own, generator.manual_seed(seed))
+                for own in a
+            ]
+        )
+        for m in reversed(layers):
+            known[m] = running_average(known[m], second_moment(g), asking.decay)
+            if m > 0:
+                below = g @ self.layers[m]["weight"]
+                g = self.transfers[m - 1].vjp(pre_activations[m - 1], below)
+        return known
 
     def _first_states(self, layer: Tensors) -> dict[str, Tensors]:
         solver, numbers = self.method.solver, self._solver_numbers()
@@ -162,7 +207,9 @@ class Population:
         own = self.numbers
         return Numbers(own["lr"] * self.rate, own["momentum"], own["decay"], own["eps"])
 
-    def _solve(self, m: int, x: Tensor, a: Tensor, g: Tensor, v: Tensor | None) -> None:
+    def _solve(
+        self, m: int, x: Tensor, a: Tensor, g: Tensor, v: Tensor | None, fisher: Tensor | None
+    ) -> None:
         """One layer's local problem for all members."""
         layer, numbers, method = self.layers[m], self._solver_numbers(), self.method
         lr = numbers.lr
@@ -170,6 +217,7 @@ class Population:
         if "v" in method.variant.target.needs and v is None:
             v = self.transfers[m].pull_back(a, g)
         output = m == len(self.layers) - 1 and method.variant.output_by_gradient_descent
+        of_each = 1 / x.shape[-2] if method.local_reduction == "mean" else 1.0
         problem = LocalProblem(
             layer=LinearLayer(),
             x=x,
@@ -185,18 +233,22 @@ class Population:
             gamma=self.numbers["gamma"],
             eta=lr,
             regularizer=REGULARIZERS["none"] if output else method.regularizer,
-            g=g if "g" in method.variant.target.needs else None,
-            v=v if "v" in method.variant.target.needs else None,
+            row_weight=of_each,
+            g=g / of_each if "g" in method.variant.target.needs else None,
+            v=v / of_each if v is not None and "v" in method.variant.target.needs else None,
+            fisher=fisher,
         )
         solver = SOLVERS["sgd"] if output else method.solver
         local_steps = 1 if output else method.local_steps
         new, states = solver.solve(
             problem,
-            {name: {} for name in layer} if output else self.states[m],
+            {name: {} for name in layer} if output else _without_fisher(self.states[m]),
             dict.fromkeys(layer, numbers),
             local_steps,
             method.local_decay,
         )
+        if fisher is not None:
+            states["weight"] = {**states["weight"], "fisher": fisher}
         self._write(m, new, states)
 
     def _write(self, m: int, new: Tensors, states: dict[str, Tensors]) -> None:
@@ -204,7 +256,7 @@ class Population:
         entries = [*new.values(), *(t for state in states.values() for t in state.values())]
         of_members = [t for t in entries if t.dim() > 0]
         ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
-        self.skipped += (~ok).long()
+        self.skips[m] += (~ok).long()
         for name, value in new.items():
             layer = self.layers[m][name]
             layer.copy_(torch.where(spread_mask(ok, value), value, layer))
@@ -221,6 +273,13 @@ class Population:
 def spread_mask(mask: Tensor, like: Tensor) -> Tensor:
     """``[K]`` truth values shaped to select from ``[K, ...]``."""
     return mask.reshape(-1, *([1] * (like.dim() - 1)))
+
+
+def _without_fisher(states: dict[str, Tensors]) -> dict[str, Tensors]:
+    return {
+        name: {key: entry for key, entry in state.items() if key != "fisher"}
+        for name, state in states.items()
+    }
 
 
 def _selected(tensors: Tensors, index: Tensor) -> Tensors:
@@ -243,7 +302,8 @@ class GraphedPopulation:
     def step(self, index: Tensor, rate: float) -> None:
         """One step on ``images[index]`` at ``rate`` times each member's learning rate."""
         self.population.rate.fill_(rate)
-        if not self.images.is_cuda or len(index) != len(self.index):
+        graphed = self.images.is_cuda and self.population.capturable
+        if not graphed or len(index) != len(self.index):
             self.population.step(self.images[index])
             return
         self.index.copy_(index)

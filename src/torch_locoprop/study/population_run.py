@@ -39,9 +39,6 @@ from torch_locoprop.variants import VARIANTS
 FIRST_ORDER = tuple(name for name, solver in SOLVERS.items() if isinstance(solver, FirstOrder))
 """The first-order methods. Each is a single local iteration with γ = 1, of any BackProp variant."""
 
-LOCAL = tuple(name for name, variant in VARIANTS.items() if "fisher" not in variant.target.needs)
-"""The local methods, except where labels are drawn."""
-
 Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
 """From the members' new lines of the metrics to the members that are to end here."""
 
@@ -51,14 +48,20 @@ def method_of(config: RunConfig) -> Method | None:
     settings = config.settings
     if config.method in FIRST_ORDER:
         return Method(VARIANTS["locoprop-s"], SOLVERS[config.method], 1, "constant")
-    if config.method not in LOCAL or settings["local_reduction"] != "sum":
+    if config.method not in VARIANTS:
         return None
     solver = SOLVERS.get(settings["solver"])
     regularizer = REGULARIZERS.get(settings["regularizer"] or "none")
-    if not isinstance(solver, FirstOrder) or regularizer is None or "fisher" in regularizer.needs:
+    if not isinstance(solver, FirstOrder) or regularizer is None:
         return None
-    variant = VARIANTS[config.method]
-    return Method(variant, solver, settings["local_steps"], settings["local_decay"], regularizer)
+    return Method(
+        VARIANTS[config.method],
+        solver,
+        settings["local_steps"],
+        settings["local_decay"],
+        regularizer,
+        settings["local_reduction"],
+    )
 
 
 def without_numbers(config: RunConfig) -> RunConfig:
