@@ -20,12 +20,7 @@ from torch_locoprop.study.runner import RunResult, run
 
 EPOCHS = 25
 IMAGES = 4000
-TASK: dict[str, Any] = {
-    "model": "784-250-100-20",
-    "batch_size": 200,
-    "warmup_epochs": 1,
-    "schedule": "linear",
-}
+TASK: dict[str, Any] = {"model": "784-250-100-20", "batch_size": 200, "schedule": "linear"}
 
 # The best of 24 random trials each; benchmarks/tune_demo.json has all of them, and how they were made.
 TUNED: dict[str, dict[str, float]] = {
@@ -100,8 +95,9 @@ def main(
 
 def configs(epochs: int, seed: int) -> list[RunConfig]:
     """Return the runs of the demo, which differ in the method and its settings alone."""
+    warmup = max(1, epochs // 20)  # as in the paper: 5 of 100
     return [
-        RunConfig(name, settings, epochs=epochs, seed=seed, **TASK)
+        RunConfig(name, settings, epochs=epochs, warmup_epochs=warmup, seed=seed, **TASK)
         for name, settings in TUNED.items()
     ]
 
