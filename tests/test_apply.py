@@ -109,6 +109,20 @@ def test_the_closed_form_is_the_preconditioned_gradient() -> None:
     assert_close(found, expected)
 
 
+def test_an_optimizer_that_is_there_already() -> None:
+    """Over all parameters, where all have a local problem; otherwise it would train too many."""
+    model = network()
+    plain = copy.deepcopy(model)
+    opt = loco(model, torch.optim.Adam(model.parameters(), lr=0.01))  # type: ignore[arg-type]
+    train(model, opt.step)
+    adam = torch.optim.Adam(plain.parameters(), lr=0.01)
+    train(plain, adam.step)
+    assert_close(weights(model), weights(plain))
+    norm = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    with pytest.raises(ValueError, match="Give a function of them"):
+        loco(norm, torch.optim.Adam(norm.parameters(), lr=0.01))  # type: ignore[arg-type]
+
+
 def test_gradients_are_left_as_they_were() -> None:
     model = network()
     opt = loco(model, OUTER["adamw"], local_steps=4)
@@ -208,7 +222,7 @@ def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimize
         ({"apply": "gradient", "outer": OUTER["sgd"], "lr": 0.0}, "must be > 0"),
         (
             {"apply": "gradient", "outer": lambda ps: torch.optim.SGD(ps[:1], lr=1.0)},
-            "exactly the parameters",
+            "exactly the parameters of the layers",
         ),
     ],
 )
@@ -218,7 +232,7 @@ def test_bad_input(options: dict[str, Any], message: str) -> None:
 
 
 def test_an_outer_that_is_no_optimizer() -> None:
-    with pytest.raises(TypeError, match=r"must return a torch\.optim\.Optimizer"):
+    with pytest.raises(TypeError, match=r"must be, or return, a torch\.optim\.Optimizer"):
         loco(network(), lambda ps: [3])
 
 

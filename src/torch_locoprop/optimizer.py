@@ -100,7 +100,8 @@ class LocoProp(WithFallback):
             displacement, as a gradient, to the optimizer that ``outer`` makes; ``nothing``, for control
             runs, solves everything and applies nothing: weights stay, or get the plain gradient's
             step of ``outer``.
-        outer: makes that optimizer, or a list of several, of the parameters it is given. Schedules
+        outer: that optimizer, or a list of several, or a function that makes them of the parameters
+            it is given: those of the layers with a local problem. Schedules
             of this optimizer's lr act on it: its learning rates are multiplied by lr over the lr
             given here, while the local problem keeps the latter.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they

@@ -21,25 +21,28 @@ from torch_locoprop.groups import Group
 
 APPLY = ("replace", "gradient", "nothing")
 
-OuterFactory = Callable[[list[nn.Parameter]], Optimizer | Sequence[Optimizer]]
+Optimizers = Optimizer | Sequence[Optimizer]
+OuterFactory = Callable[[list[nn.Parameter]], Optimizers] | Optimizers
+"""What ``outer=`` takes: optimizers, or what makes them of the parameters it is given."""
 
 
 class Outer:
     """One or several optimizers that together train the parameters of all local problems."""
 
     def __init__(self, factory: OuterFactory, params: list[nn.Parameter]) -> None:
-        made = factory(params)
+        made = factory(params) if callable(factory) else factory
         self.optimizers = [made] if isinstance(made, Optimizer) else list(made)
         for optimizer in self.optimizers:
             if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
                 raise TypeError(
-                    "outer= must return a torch.optim.Optimizer that needs no closure, or a list of "
-                    f"them, not {type(optimizer).__name__}."
+                    "outer= must be, or return, a torch.optim.Optimizer that needs no closure, or a "
+                    f"list of them, not {type(optimizer).__name__}."
                 )
         trained = [p for group in self.param_groups for p in group["params"]]
         if len(trained) != len(params) or set(trained) != set(params):
             raise ValueError(
-                "outer= must train exactly the parameters it is given, each of them once."
+                "outer= must train exactly the parameters of the layers with a local problem, each of "
+                "them once. Give a function of them: outer=lambda params: torch.optim.SGD(params, lr)."
             )
         for group in self.param_groups:
             group["base_lr"] = group["lr"]
