@@ -27,7 +27,7 @@ from torch_locoprop.transfers import Transfer
 
 # Steps that always renew the inverses. Martens & Grosse's Algorithm 2 has 3; where a batch has fewer
 # rows than the layer has inputs, inverses from so few batches throw the next ones far off.
-_EARLY = 20
+EARLY = 20
 
 
 class KFAC(WithFallback):
@@ -149,7 +149,7 @@ class KFAC(WithFallback):
                 "model(x), so that labels can be drawn from its output."
             )
         steps = group["steps"]
-        due = steps < _EARLY or steps % group["every"] == 0
+        due = steps < EARLY or steps % group["every"] == 0
         if due or "inverse_inputs" not in state:
             state["inverse_inputs"], state["inverse_gradients"] = (
                 torch.cholesky_inverse(cholesky(factor))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torch_locoprop.baselines import kfac
 from torch_locoprop.study import methods, models
 from torch_locoprop.study.autoencoder import reconstruction_loss
 from torch_locoprop.study.config import RunConfig
@@ -152,7 +153,9 @@ def _step_ms(config: RunConfig) -> float:
     step = TrainingStep(model, optimizer, images)
     step.set_rates([float(group["lr"]) for group in optimizer.param_groups])
     rows = torch.arange(len(images), device=config.device)
-    for _ in range(math.ceil(WARM_UP / every) * every):
+    # K-FAC renews its inverses in each of its first steps, whatever k is.
+    warm_up = kfac.EARLY if kind_of(config.method) == "kfac" else WARM_UP
+    for _ in range(math.ceil(warm_up / every) * every):
         step(rows)
     _wait(config.device)
     periods: list[float] = []
