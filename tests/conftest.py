@@ -1,6 +1,7 @@
-"""What every test starts from: settings that torch reads when it loads, and a seed."""
+"""What every test starts from: settings that torch reads when it loads, a seed, the command line."""
 
 import os
+from typing import Any
 
 # Some processors announce bfloat16 instructions that then fail; oneDNN reads this when torch loads.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -14,3 +15,20 @@ import torch
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The command line: from arguments to the exit code, what is printed, and what is told."""
+    from torch_locoprop import cli
+
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def invoke(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(arguments)
+        code = 0 if stop.value.code is None else stop.value.code
+        out, err = capfd.readouterr()
+        return int(code), out, err
+
+    return invoke

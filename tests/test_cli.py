@@ -44,20 +44,6 @@ def _tiny_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path / "here")
 
 
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
-        code = 0 if stop.value.code is None else stop.value.code
-        out, err = capfd.readouterr()
-        return int(code), out, err
-
-    return invoke
-
-
 def test_train_makes_a_run_in_a_folder_of_its_own(run: Any) -> None:
     code, out, err = run("train", *TINY)
     assert code == 0

@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from torch_locoprop import cli
 from torch_locoprop.study.figures import catalog, work
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
@@ -35,17 +35,8 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["figure", *arguments])
-        code = 0 if stop.value.code is None else stop.value.code
-        out, err = capfd.readouterr()
-        return int(code), out, err
-
-    return invoke
+def run(run: Any) -> Any:
+    return partial(run, "figure")
 
 
 def test_without_a_name_it_lists_the_figures(run: Any) -> None:

@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from study.report.made import data, made
 
-from torch_locoprop import cli
 from torch_locoprop.study import datasets, methods
 from torch_locoprop.study.datasets import Dataset
 from torch_locoprop.study.report import page
@@ -22,16 +22,8 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(["report", *arguments])
-        out, err = capfd.readouterr()
-        return int(stop.value.code or 0), out, err
-
-    return invoke
+def run(run: Any) -> Any:
+    return partial(run, "report")
 
 
 def pictures(text: str) -> int:

@@ -13,7 +13,6 @@ import pytest
 import torch
 from rich.console import Console
 
-from torch_locoprop import cli
 from torch_locoprop.study import datasets
 from torch_locoprop.study.commands.tune import watching
 from torch_locoprop.study.datasets import Dataset
@@ -35,20 +34,6 @@ def _tiny_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(datasets, "load", load)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("COLUMNS", "160")
-
-    def invoke(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
-        code = 0 if stop.value.code is None else stop.value.code
-        out, err = capfd.readouterr()
-        return int(code), out, err
-
-    return invoke
 
 
 def test_the_best_configuration_trains(run: Any) -> None:

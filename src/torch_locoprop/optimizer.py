@@ -9,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection
+from torch_locoprop import detection, solver_state
 from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
@@ -41,14 +41,14 @@ from torch_locoprop.groups import (
 )
 from torch_locoprop.guards import all_finite, guarded
 from torch_locoprop.lanes import lanes
-from torch_locoprop.outer import APPLY, Outer, OuterFactory, as_gradient, outer_factor
+from torch_locoprop.outer import OuterFactory, as_gradient, make_outer, outer_factor
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import Regularizer
-from torch_locoprop.served import ServedLayer
-from torch_locoprop.settings import Components, unknown
+from torch_locoprop.served import ServedLayer, check_intact
+from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
-from torch_locoprop.summary import layer_row, table, unserved_row
-from torch_locoprop.survey import Unserved, check_patterns, survey
+from torch_locoprop.summary import footer, layer_row, table, unserved_row
+from torch_locoprop.survey import check_any_served, patterns_of, survey
 from torch_locoprop.transfers import Transfer, get
 from torch_locoprop.variants import Variant
 
@@ -189,15 +189,16 @@ class LocoProp(WithFallback):
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
         checked = [self._checked({**defaults, **group}) for group in groups]
         given = {p for group in checked for p in group["params"]}
-        self._patterns = None if layers is None else _patterns(layers, model)
+        self._patterns = None if layers is None else patterns_of(layers, model)
         served, unserved = survey(model, given, patterns=self._patterns)
         give_transfers(served, self._given_transfers)
-        _check_any_served(served, unserved)
+        check_any_served(served, unserved)
         local = {p for layer in served for p in layer.tensors.values()} & given
         warn_of_ignored(groups, checked, local)
         super().__init__(restricted(checked, local), defaults)
         self._attach()
-        self._outer = self._make_outer(apply, outer)
+        self._apply = apply
+        self._outer = make_outer(apply, outer, self._local_groups())
         rest = [p for group in checked for p in group["params"] if p not in local]
         self._add_to_fallback(rest, fallback)
 
@@ -221,7 +222,8 @@ class LocoProp(WithFallback):
 
     def _advance(self) -> None:
         """One step, from what was recorded."""
-        self._check_captured()
+        check_intact(self._layers)
+        check_recorded(self._layers)
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
         in_parts = bool(undecided) and compiled_in_parts(self._layers)
         for layer in undecided:
@@ -260,14 +262,14 @@ class LocoProp(WithFallback):
                 f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
                 "functional use of its weight?). Such a layer takes one BackProp step.",
             )
-        state = _like(parameter, self.state[parameter])
+        state = solver_state.like(parameter, self.state[parameter])
         fisher = running_fisher(layer, method, state.get("fisher"))
         if fisher is None and asks_for_fisher(method):
             method = self._without_fisher(layer, method)
         problem = local_problem(layer, method, group_of, fisher, terms, self._outer is not None)
         new, states = method.solver.solve(
             problem,
-            {name: _like(p, self.state[p], without="fisher") for name, p in trained.items()},
+            {n: solver_state.like(p, self.state[p], without="fisher") for n, p in trained.items()},
             {name: numbers(group_of[p]) for name, p in trained.items()},
             method.local_steps,
             group["local_decay"],
@@ -288,7 +290,8 @@ class LocoProp(WithFallback):
         group = group_of[layer.given[0]]
         entries = [entry for state in states.values() for entry in state.values()]
         settled = all_finite([*new.values(), *entries])
-        self._keep(layer, states, settled)
+        for name, state in states.items():
+            solver_state.keep(self.state[layer.tensors[name]], state, settled)
         found = guarded(problem, new, gate=group["gate"], cap=group["cap"], cap_by=group["cap_by"])
         ok = all_finite(list(found.new.values())) if group["gate"] else settled
         layer.count("skipped", ~ok)
@@ -318,17 +321,6 @@ class LocoProp(WithFallback):
         self._fisher_missing = True
         return backprop_step(method)
 
-    def _keep(self, layer: ServedLayer, states: dict[str, Tensors], ok: Tensor) -> None:
-        """Keep the solver's states, if all is finite."""
-        for name, new in states.items():
-            state = self.state[layer.tensors[name]]
-            if all(_fits(state.get(key), entry) for key, entry in new.items()):
-                for key, entry in new.items():
-                    # In place, so that a step captured as a graph goes on from where it was.
-                    state[key].copy_(torch.where(ok.to(entry.device), entry, state[key]))
-            elif bool(ok):
-                state.update(new)
-
     def diagnostics(self) -> Diagnostics:
         """What the last step did in each layer; needs ``diagnose=True``."""
         if self._diagnosed is None:
@@ -347,23 +339,17 @@ class LocoProp(WithFallback):
 
     def summary(self) -> str:
         """A table of all modules with parameters: what serves them, or why they fall back."""
-        groups = self._group_of()
-        rows = [
-            layer_row(layer, self._components.variant(group), group["steps"])
-            for layer in self._layers
-            for group in (groups[layer.given[0]],)
-        ]
+        group_of = self._group_of()
+        rows = []
+        for layer in self._layers:
+            group = group_of[layer.given[0]]
+            rows.append(layer_row(layer, self._components.variant(group), group["steps"]))
         known = {p for group in self.param_groups for p in group["params"]}
         for module in self._unserved:
             trained = self._fallback is not None and not known.isdisjoint(module.parameters)
             rows.append(unserved_row(module, type(self._fallback).__name__ if trained else "–"))
-        counts = [sum(p.numel() for p in layer.given) for layer in self._layers]
-        total = sum(p.numel() for p in self._model.parameters())
-        footer = f"{len(rows)} modules; {sum(counts):,} of {total:,} parameters in local problems"
         skipped = sum(self.skipped_updates.values())
-        return table(
-            rows, footer + (f"; {skipped} updates skipped as not finite" if skipped else "")
-        )
+        return table(rows, footer(len(rows), self._layers, self._model, skipped))
 
     @property
     def skipped_updates(self) -> dict[str, int]:
@@ -459,28 +445,6 @@ class LocoProp(WithFallback):
 
     # ---- plumbing ------------------------------------------------------------------------------
 
-    def _make_outer(self, apply: str, factory: OuterFactory | None) -> Outer | None:
-        """The optimizer that takes displacements for gradients, where the user asked for one."""
-        if apply not in APPLY:
-            raise ValueError(unknown("apply", apply, APPLY))
-        self._apply = apply
-        if apply != "nothing" and (apply == "gradient") != (factory is not None):
-            raise ValueError(
-                'apply="gradient" hands the local displacement to an optimizer that outer= makes: '
-                "give both, such as outer=lambda params: torch.optim.AdamW(params, lr=1e-3), or none."
-            )
-        if factory is None:
-            return None
-        for group in self._local_groups():
-            if group["weight_decay"] != 0 or not float(group["lr"]) > 0:
-                raise ValueError(
-                    f"Invalid weight_decay={group['weight_decay']}, lr={group['lr']}. With "
-                    'apply="gradient", weight decay is a setting of outer=, and lr, which shapes '
-                    "the local problem, must be > 0."
-                )
-            group["local_lr"] = float(group["lr"])
-        return Outer(factory, [p for layer in self._layers for p in layer.given])
-
     def _attach(self) -> None:
         """Find the layers of the model and put the hooks on them."""
         if self._attached:
@@ -502,8 +466,7 @@ class LocoProp(WithFallback):
         for layer in self._layers:
             group = group_of[layer.given[0]]
             variant, _ = effective_variant(self._components.variant(group), layer)
-            regularizer = self._components.regularizer(group)
-            layer.needs = variant.target.needs | regularizer.needs
+            layer.needs = variant.target.needs | self._components.regularizer(group).needs
             layer.max_rows, layer.row_seed = group["max_rows"], 1000 * steps
             layer.condense_for = gradients_by_gram(layer, group, self._components)
             if "fisher" in layer.needs:
@@ -520,15 +483,6 @@ class LocoProp(WithFallback):
     def _checked(self, group: Mapping[str, Any]) -> Group:
         output = self._output_transfer or self._loss_transfer
         return checked_group(group, self._model, self._components, output)
-
-    def _check_captured(self) -> None:
-        for layer in self._layers:
-            if not layer.is_intact:
-                raise RuntimeError(
-                    f"The parameters of layer {layer.name!r} are not those this optimizer was made "
-                    "with: they were replaced or parametrized since. Make a new optimizer."
-                )
-        check_recorded(self._layers)
 
     def _report_skips(self) -> None:
         """Warn of skipped updates once; on an accelerator, look only now and then."""
@@ -550,37 +504,3 @@ class LocoProp(WithFallback):
         if topic not in self._warned:
             self._warned.add(topic)
             warnings.warn(message, stacklevel=6)
-
-
-def _check_any_served(served: list[ServedLayer], unserved: list[Unserved]) -> None:
-    if not served:
-        reasons = "; ".join(f"{m.name or 'model'} ({m.kind}): {m.reason}" for m in unserved[:5])
-        raise ValueError(
-            "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
-            f"{reasons or 'It has no parameters.'}"
-        )
-
-
-def _like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
-    """A parameter's state in its dtype and on its device, should the model have been moved."""
-    return {
-        key: value if key == "step" else value.to(parameter)
-        for key, value in state.items()
-        if key != without
-    }
-
-
-def _patterns(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
-    """The names of layers to serve; one string is one pattern."""
-    patterns = (layers,) if isinstance(layers, str) else tuple(layers)
-    check_patterns(patterns, model)
-    return patterns
-
-
-def _fits(old: Tensor | None, new: Tensor) -> bool:
-    """Whether a state entry can be written in place."""
-    return old is not None and (old.shape, old.dtype, old.device) == (
-        new.shape,
-        new.dtype,
-        new.device,
-    )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from torch_locoprop.fallback import move_state
 from torch_locoprop.groups import Group
+from torch_locoprop.settings import unknown
 
 APPLY = ("replace", "gradient", "nothing")
 
@@ -83,6 +84,31 @@ class Outer:
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+
+
+def make_outer(apply: str, factory: OuterFactory | None, groups: list[Group]) -> Outer | None:
+    """The optimizer of the groups' parameters, where the user asked for one.
+
+    The groups note the learning rate of the local problem, which schedules leave alone from now on.
+    """
+    if apply not in APPLY:
+        raise ValueError(unknown("apply", apply, APPLY))
+    if apply != "nothing" and (apply == "gradient") != (factory is not None):
+        raise ValueError(
+            'apply="gradient" hands the local displacement to an optimizer that outer= makes: '
+            "give both, such as outer=lambda params: torch.optim.AdamW(params, lr=1e-3), or none."
+        )
+    if factory is None:
+        return None
+    for group in groups:
+        if group["weight_decay"] != 0 or not float(group["lr"]) > 0:
+            raise ValueError(
+                f"Invalid weight_decay={group['weight_decay']}, lr={group['lr']}. With "
+                'apply="gradient", weight decay is a setting of outer=, and lr, which shapes the '
+                "local problem, must be > 0."
+            )
+        group["local_lr"] = float(group["lr"])
+    return Outer(factory, [p for group in groups for p in group["params"]])
 
 
 def as_gradient(parameter: nn.Parameter, moved: Tensor, ok: Tensor, group: Group) -> Tensor:

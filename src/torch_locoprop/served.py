@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -86,9 +87,7 @@ class ServedLayer:
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
     condense_for: int = 0  # so many gradients of a squared loss: XᵀX may stand for X
-    counts: dict[str, int | Tensor] = field(
-        default_factory=dict
-    )  # of solutions, by what befell them
+    counts: dict[str, int | Tensor] = field(default_factory=dict)  # of skipped, gated, capped ones
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _versions: list[int] = field(default_factory=list)  # of the gradients after the last commit
@@ -291,6 +290,16 @@ class ServedLayer:
         if not rows or len(rows) < len(tensors):
             return None
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
+
+
+def check_intact(layers: Iterable[ServedLayer]) -> None:
+    """Raise if a module has other parameters than the optimizer was given."""
+    for layer in layers:
+        if not layer.is_intact:
+            raise RuntimeError(
+                f"The parameters of layer {layer.name!r} are not those this optimizer was made with: "
+                "they were replaced or parametrized since. Make a new optimizer."
+            )
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

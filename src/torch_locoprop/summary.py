@@ -37,6 +37,14 @@ def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:
     return module.name or "(model)", module.kind, _shapes(module.parameters), "–", who, why
 
 
+def footer(modules: int, layers: Iterable[ServedLayer], model: nn.Module, skipped: int) -> str:
+    """How much of the model is in local problems, and how many updates were skipped."""
+    local = sum(p.numel() for layer in layers for p in layer.given)
+    total = sum(p.numel() for p in model.parameters())
+    text = f"{modules} modules; {local:,} of {total:,} parameters in local problems"
+    return text + (f"; {skipped} updates skipped as not finite" if skipped else "")
+
+
 def table(rows: Sequence[Sequence[str]], footer: str) -> str:
     """Rows under :data:`HEADER`, columns padded to their widest entry."""
     widths = [max(len(row[i]) for row in (HEADER, *rows)) for i in range(len(HEADER))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -58,12 +58,24 @@ def survey(
     return served, unserved
 
 
-def check_patterns(patterns: Sequence[str], model: nn.Module) -> None:
-    """Raise if a pattern matches no module: it is a mistake in writing."""
+def check_any_served(served: Sequence[ServedLayer], unserved: Sequence[Unserved]) -> None:
+    """Raise, with the reasons, if there is nothing to do."""
+    if not served:
+        reasons = "; ".join(f"{m.name or 'model'} ({m.kind}): {m.reason}" for m in unserved[:5])
+        raise ValueError(
+            "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
+            f"{reasons or 'It has no parameters.'}"
+        )
+
+
+def patterns_of(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
+    """The names of layers to serve; one string is one pattern. Each must match a layer."""
+    patterns = (layers,) if isinstance(layers, str) else tuple(layers)
     names = [name for name, module in model.named_modules() if layer_kind(module) is not None]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise ValueError(unknown("layer in layers=", pattern, names))
+    return patterns
 
 
 def _check_initialized(name: str, parameter: nn.Parameter) -> None:

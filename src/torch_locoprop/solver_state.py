@@ -1,0 +1,38 @@
+"""What a solver remembers of a parameter between steps: read in its place, written in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+Tensors = dict[str, Tensor]
+
+
+def like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
+    """A parameter's state in its dtype and on its device, should the model have been moved."""
+    return {
+        key: value if key == "step" else value.to(parameter)
+        for key, value in state.items()
+        if key != without
+    }
+
+
+def keep(state: Tensors, new: Tensors, ok: Tensor) -> None:
+    """Write the new entries over the old ones if all was finite.
+
+    In place where they fit, so that a step captured as a graph goes on from where it was.
+    """
+    if all(_fits(state.get(key), entry) for key, entry in new.items()):
+        for key, entry in new.items():
+            state[key].copy_(torch.where(ok.to(entry.device), entry, state[key]))
+    elif bool(ok):
+        state.update(new)
+
+
+def _fits(old: Tensor | None, new: Tensor) -> bool:
+    """Whether a state entry can be written in place."""
+    return old is not None and (old.shape, old.dtype, old.device) == (
+        new.shape,
+        new.dtype,
+        new.device,
+    )
