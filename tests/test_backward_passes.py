@@ -80,18 +80,20 @@ def test_a_layer_whose_gradient_is_none() -> None:
     assert not torch.equal(weights(model)[2], before[2])
 
 
-def test_inputs_are_let_go_with_the_step_even_while_the_loss_is_kept() -> None:
+@pytest.mark.parametrize("retain", [False, True])
+def test_inputs_are_let_go_with_the_step_even_while_the_loss_is_kept(retain: bool) -> None:
     model = network()
     opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
     hidden: list[weakref.ref[Tensor]] = []
     model[1].register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out)))
     loss = cross_entropy(model(X), Y)
-    loss.backward()
+    loss.backward(retain_graph=retain)
     storage = opt._layers[1].calls[0].x.untyped_storage()
     cells = list(opt._capture._cells)
-    assert all(cell.call is not None for cell in cells)
+    assert all((cell.call is not None) == retain for cell in cells)
     opt.step()
     assert all(cell.call is None for cell in cells)
     assert storage.nbytes() == 8 * 5 * 8
-    assert hidden[0]() is None  # autograd has freed it, and nobody else holds it
+    if not retain:
+        assert hidden[0]() is None  # autograd has freed it, and nobody else holds it
     assert loss.grad_fn is not None

@@ -75,8 +75,21 @@ def test_runs_are_looked_for_where_told_and_new_ones_go_to_the_first(run: Any) -
     folders = {folder.split("/")[0] for folder in made["runs"]}
     assert folders == {"runs", "results"}
     assert len(made["runs"]) == 6
-    code, out, _ = run("relu", "--quick", *FEW, "--runs", "elsewhere", "--only-existing", "--json")
-    assert json.loads(out)[0]["files"] == []
+
+
+def test_nothing_to_draw_is_told_and_is_exit_code_one(run: Any) -> None:
+    words = ["relu", "costs", "--quick", *FEW, "--only-existing"]
+    code, out, err = run(*words, "--runs", "here", "--runs", "there", "--quiet", "--json")
+    assert code == 1
+    assert [made["files"] for made in json.loads(out)] == [[], []]
+    assert err == (
+        "Nothing was drawn: none of the runs asked for is in here or there. Leave out "
+        "--only-existing to run what is missing, or name the folder of the runs with --runs.\n"
+    )
+    code, out, err = run(*words, "matching-loss")
+    assert code == 0, "one of them was drawn"
+    assert out == "matching-loss: figures/matching-loss.png, figures/matching-loss.pdf\n"
+    assert "relu: none of its runs is there, so it is not drawn." in err
 
 
 def test_tuned_settings_and_epochs_reach_the_runs(run: Any) -> None:
@@ -168,5 +181,5 @@ def test_the_command_in_the_footer_has_no_path_of_this_machine() -> None:
 def test_the_paper_is_the_default_scale(run: Any) -> None:
     assert PROTOCOL.tasks["wide"] == {"dataset": "mnist", "model": "wide"}
     code, out, err = run("relu", "--only-existing")
-    assert (code, out) == (0, "")
+    assert (code, out) == (1, "")
     assert "quick" not in err

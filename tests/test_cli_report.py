@@ -65,9 +65,18 @@ def test_options(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert printed["report"] == "there/page.html"
     (task,) = printed["tasks"]
     assert task["task"]["model"] == "16-6-2"
+    assert task["timed_on"] is None
     places = [(row["place"], row["method"], row["train"]["mean"]) for row in task["ranking"]]
     assert places == [(1, "adam", 4.0), (2, "sgd", 5.0)]
     assert task["ranking"][0]["hyper_parameters"]["lr"] == methods.get("adam").settings["lr"]
+
+
+def test_timings_in_the_folder_give_the_seconds(run: Any) -> None:
+    made(Path("runs/a"), [9.0, 4.0])
+    made(Path("runs/timings/a"), [9.0, 8.0, 7.0], seconds=5.0)
+    (task,) = json.loads(run("--json")[1])["tasks"]
+    assert task["timed_on"] == "m1, 1 thread"
+    assert task["ranking"][0]["seconds"]["mean"] == 5.0
 
 
 def test_what_is_missing_on_the_page_is_said(run: Any) -> None:

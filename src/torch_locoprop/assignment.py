@@ -12,6 +12,7 @@ from torch_locoprop.variants import VARIANTS, Variant
 
 COMPILED_APART = "compiled apart from what follows it: name its transfer in transfers="
 COMPILED = "compiled: ∂L/∂y counts as zero where the transfer is flat"
+IN_PIECES = "compiled in pieces: labels are drawn by hooks, which break the graph at every layer"
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 
@@ -65,7 +66,7 @@ def decide(
     unknown_end = at_the_end and any(_hides_the_end(call, in_parts) for call in layer.calls)
     layer.is_output = at_the_end and not unknown_end
     layer.decided = True
-    layer.compiled = any(call.compiled is not None for call in layer.calls)
+    layer.compiled |= any(call.compiled is not None for call in layer.calls)
     if layer.explicit:
         return
     if unknown_end and findings[0].inside_loss:
@@ -107,6 +108,8 @@ def effective_variant(variant: Variant, layer: ServedLayer) -> tuple[Variant, st
         return VARIANTS["locoprop-s"], layer.note
     if variant.output_by_gradient_descent and layer.is_output:
         return variant, "output layer: plain gradient descent"
+    if "fisher" in layer.needs and layer.compiled:
+        return variant, IN_PIECES
     if "v" in variant.target.needs and layer.compiled and layer.transfer is not None:
         return variant, "" if layer.transfer.strictly_increasing else COMPILED
     return variant, ""

@@ -146,6 +146,8 @@ class Capture:
             sampled=cell.sampled,
         )
         layer.record(recorded, torch._C._current_graph_task_id())
+        if not _keeps_graph():
+            cell.let_go()  # no other pass can come this way, and the loss may be kept for long
 
     def _post_gradient(self, layer: ServedLayer, mark: Mark, g: Tensor) -> Tensor | None:
         """∂L/∂y that this pass left behind the call's transfer, in the shape of ∂L/∂a."""
@@ -217,7 +219,10 @@ class _Output(NamedTuple):
 
 
 class _Cell:
-    """What a node's hook holds of a call. It is emptied with the step, whoever keeps the graph."""
+    """What a node's hook holds of a call.
+
+    It is emptied with the last pass through the graph, or with the step, whoever keeps the graph.
+    """
 
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
@@ -321,6 +326,21 @@ def role(key: str) -> str:
         return "nothing"
     served = [each.layers[module] for each in sharing if module in each.layers]
     return "tap" if any(layer.trained for layer in served) else "search"
+
+
+def _keeps_graph() -> bool:
+    """Whether the backward pass that runs now may be followed by another through its graph."""
+    ask = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
+    return ask is None or bool(ask())
+
+
+def note_break(key: str) -> None:
+    """A hook that draws labels breaks a compiled graph, and the summary has to tell."""
+    hook = _hooks.get(key)
+    capture = None if hook is None else hook._capture()
+    if capture is not None:
+        for layer in capture.layers.values():
+            layer.compiled = True
 
 
 def _remove_inert(module: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from torch_locoprop.layers import layer_kind
+from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import unknown
 
@@ -39,13 +40,13 @@ def survey(
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             _check_initialized(name, parameter)
-            owners.setdefault(parameter, []).append(name)
+            owners.setdefault(parameter, []).append(name or "(model)")
     served: list[ServedLayer] = []
     unserved: list[Unserved] = []
     for name, module in model.named_modules():
         own = tuple(module.parameters(recurse=False))
         kind = layer_kind(module) if isinstance(module, kinds) else None
-        reason = kind.refuses(module) if kind else "no local problem for this kind of module"
+        reason = kind.refuses(module) if kind else _no_kind(module)
         ours = [p for p in own if p in given]
         reason = reason or _tied(module, owners)
         if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
@@ -84,6 +85,13 @@ def _check_initialized(name: str, parameter: nn.Parameter) -> None:
             f"Module {name!r} has parameters that are not initialized yet. Run one forward pass "
             "through the model before making the optimizer."
         )
+
+
+def _no_kind(module: nn.Module) -> str:
+    """Why a module is no layer."""
+    if isinstance(module, nn.MultiheadAttention):
+        return UNCALLED
+    return "no local problem for this kind of module"
 
 
 def _tied(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str | None:

@@ -88,7 +88,10 @@ def _role(key: str) -> str:
 @assume_constant_result  # type: ignore[untyped-decorator]
 def needs_python(key: str) -> bool:
     """Whether a hook has to run as it is, at the price of a break in the graph."""
-    return capture.role(key) == "python"
+    if capture.role(key) != "python":
+        return False
+    capture.note_break(key)
+    return True
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]

@@ -1,5 +1,6 @@
 """The registry of methods: names, settings, and what the optimizers do with them."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from types import ModuleType
@@ -74,11 +75,33 @@ def test_kinds() -> None:
 
 
 def test_the_closed_form_takes_its_settings_to_the_solver() -> None:
-    _, optimizer = built("exact-m@5", decay=0.9, damping=0.2)
+    _, optimizer = built("exact-s-muon@5", decay=0.9, damping=0.2)
     assert isinstance(optimizer, LocoProp)
     solver = optimizer._components.solver(optimizer.param_groups[0])
     assert solver == Exact(decay=0.9, every=5, damping=0.2)
-    assert optimizer.param_groups[0]["variant"] == "locoprop-m"
+    assert optimizer.param_groups[0]["variant"] == "locoprop-s"
+
+
+@pytest.mark.parametrize("variant", ["s", "m"])
+def test_the_closed_form_without_momentum_replaces_the_weights_by_its_solution(
+    variant: str,
+) -> None:
+    settings = {"lr": 0.5, "gamma": 3.0}
+    model, optimizer = built(f"exact-{variant}", momentum=0.0, **settings)
+    plain = copy.deepcopy(model)
+    own = LocoProp(
+        plain,
+        variant=f"locoprop-{variant}",
+        solver="exact",
+        output_transfer="sigmoid",
+        **settings,
+    )
+    images = IMAGES.double()
+    for network, each in ((model.double(), optimizer), (plain.double(), own)):
+        reconstruction_loss(network(images), images).backward()
+        each.step()
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_every_method_says_where_its_settings_come_from() -> None:

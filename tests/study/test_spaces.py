@@ -46,12 +46,6 @@ def test_the_papers_second_order_spaces() -> None:
     assert "every" not in kfac
 
 
-def test_what_only_rescales_the_learning_rate_is_not_searched() -> None:
-    assert set(spaces.of(methods.get("exact-s"))) == {"lr", "decay", "damping"}
-    ranges = {"gamma": "0.5:2"}
-    assert "gamma" in spaces.of(methods.get("exact-s"), ranges=ranges)
-
-
 TUNED = [name for name in methods.names() if "untuned" not in methods.get(name).source]
 
 

@@ -263,7 +263,7 @@ ZOO: dict[str, Case] = {
             "*.linear1": "relu",
             "*.linear2": ADD,
             "*.out_proj": UNCALLED,
-            "*_attn": NO_KIND,
+            "*_attn": UNCALLED,
             "*norm*": NO_KIND,
             "tokens": NO_KIND,
             "head": "softmax",

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from torch_locoprop.gram import Gram, saves_work
 
+UNCALLED = "nn.MultiheadAttention does not call its projections"
+
 
 class LinearLayer:
     """The local problem's view of ``nn.Linear``; leading dimensions are free."""
@@ -21,7 +23,7 @@ class LinearLayer:
         if type(module).forward is not nn.Linear.forward or "forward" in vars(module):
             return f"{type(module).__name__} has a forward of its own"
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            return "nn.MultiheadAttention does not call its projections"
+            return UNCALLED
         return refuses_tensors(module)
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:

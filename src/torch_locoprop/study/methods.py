@@ -115,19 +115,32 @@ def _locoprop(variant: str) -> Build:
 
 
 def _exact(variant: str) -> Build:
-    """The closed form on a running average of XᵀX, a mean over rows, renewed every k steps."""
+    """The closed form of each batch's own problem, and momentum over the steps."""
 
     def build(model: nn.Module, settings: Settings) -> Optimizer:
-        own = dict(settings)
-        own["solver"] = Exact(**{name: own.pop(name) for name in ("decay", "every", "damping")})
-        own["local_reduction"] = "mean"
-        return LocoProp(model, variant=variant, output_transfer="sigmoid", **own)
+        lr, gamma = settings["lr"], settings["gamma"]
+
+        def outer(params: list[nn.Parameter]) -> Optimizer:
+            decay = settings["weight_decay"] / gamma  # weights shrink by lr times it, as elsewhere
+            momentum = settings["momentum"]
+            return baselines.Momentum(params, lr * gamma, momentum=momentum, weight_decay=decay)
+
+        return LocoProp(
+            model,
+            lr=lr,
+            gamma=gamma,
+            variant=variant,
+            solver="exact",
+            output_transfer="sigmoid",
+            apply="gradient",
+            outer=outer,
+        )
 
     return build
 
 
 def _exact_under_muon(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S in closed form, with Muon on the weights' displacements and Adam on the biases'."""
+    """LocoProp-S in closed form on a running average of XᵀX, Muon on what it gives for weights."""
     solver = Exact(**{name: settings[name] for name in ("decay", "every", "damping")})
     own = {name: settings[name] for name in ("lr", "momentum", "weight_decay")}
     return LocoProp(
@@ -161,18 +174,43 @@ _LOCAL = {
     "local_reduction": "sum",
     "regularizer": None,
 }
-_EXACT = {"lr": 1e-2, "gamma": 1.0, "decay": 0.95, "every": 10, "damping": 1e-2}
+_EXACT = {"lr": 1e-2, "gamma": 100.0, "momentum": 0.9}
 _LOCAL_S = {**_LOCAL, "lr": 2e-5, "gamma": 100.0, "decay": 0.99}
 
 for _method in (
     Method("locoprop-m", _locoprop("locoprop-m"), _LOCAL, REFERENCE),
     Method("locoprop-s", _locoprop("locoprop-s"), _LOCAL_S, TUNED),
-    Method("pocoprop-s", _locoprop("pocoprop-s"), _LOCAL, f"{UNTUNED}, as locoprop-m"),
-    Method("pocoprop-m", _locoprop("pocoprop-m"), _LOCAL, f"{UNTUNED}, as locoprop-m"),
-    Method("proxprop", _locoprop("proxprop"), _LOCAL_S, f"{UNTUNED}, as locoprop-s"),
-    Method("natural-s", _locoprop("natural-s"), {**_LOCAL, "gamma": 1.0, "decay": 0.99}, UNTUNED),
-    Method("exact-s", _exact("locoprop-s"), _EXACT, UNTUNED),
-    Method("exact-m", _exact("locoprop-m"), _EXACT, UNTUNED),
+    Method(
+        "pocoprop-s",
+        _locoprop("pocoprop-s"),
+        {**_LOCAL, "lr": 1.262e-05, "gamma": 100.0, "momentum": 0.9965, "decay": 0.9816},
+        f"{TUNED}, 12 trials of 26 epochs",
+    ),
+    Method(
+        "pocoprop-m",
+        _locoprop("pocoprop-m"),
+        {**_LOCAL, "lr": 1.304e-05, "gamma": 100.0, "momentum": 0.9979, "decay": 0.9181},
+        f"{TUNED}, 12 trials of 26 epochs",
+    ),
+    Method(
+        "proxprop",
+        _locoprop("proxprop"),
+        {**_LOCAL, "lr": 6.023e-05, "gamma": 100.0, "momentum": 0.9975, "decay": 0.9731},
+        f"{TUNED}, 12 trials of 30 epochs",
+    ),
+    Method(
+        "natural-s",
+        _locoprop("natural-s"),
+        {**_LOCAL, "lr": 3e-5, "gamma": 10.0, "decay": 0.99},
+        "3 trials with a smaller model",
+    ),
+    Method("exact-s", _exact("locoprop-s"), _EXACT, f"{TUNED}, 9 trials of 25 epochs"),
+    Method(
+        "exact-m",
+        _exact("locoprop-m"),
+        {**_EXACT, "gamma": 30.0},
+        "5 trials with a smaller model",
+    ),
     Method(
         "exact-s-muon",
         _exact_under_muon,

@@ -84,6 +84,11 @@ def from_dict(values: Mapping[str, Any]) -> Domain:
 _RATE = Span(1e-7, 0.1)
 _AVERAGE = Span(1e-3, 0.1, of_rest=True)
 _SHORT_AVERAGE = Span(1e-2, 0.2, of_rest=True)
+_EXACT: Space = {
+    "lr": Span(1e-4, 1.0),
+    "gamma": Span(1.0, 5000.0),
+    "momentum": Span(0.1, 1.0, of_rest=True),
+}
 
 KNOWN: Space = {
     "lr": _RATE,
@@ -95,7 +100,7 @@ KNOWN: Space = {
 }
 """The paper's ranges of the first-order methods, of LocoProp and, for damping, of K-FAC."""
 
-OWN: dict[str, dict[str, Domain | None]] = {
+OWN: dict[str, Space] = {
     # The paper's, but for damping, whose best value here, 0.3, lies above the paper's upper end of
     # 0.1, and for the bound on the KL divergence, which the paper's K-FAC does not have.
     "kfac": {"lr": Span(1e-7, 10.0), "damping": Span(1e-10, 10.0), "clip": Span(1e-3, 1.0)},
@@ -104,12 +109,12 @@ OWN: dict[str, dict[str, Domain | None]] = {
     "adagrad": {"eps": Span(1e-4, 1.0)},
     # The target is a natural-gradient step of length γ: one of the order of 1.
     "natural-s": {"gamma": Span(0.1, 100.0)},
-    # Damping is relative to the mean diagonal of XᵀX. The step is proportional to lr and to γ.
-    "exact-s": {"lr": Span(1e-5, 1.0), "gamma": None, "damping": Span(1e-5, 1.0)},
-    "exact-m": {"lr": Span(1e-5, 1.0), "gamma": None, "damping": Span(1e-5, 1.0)},
+    # lr sets the proximal term: a large one leaves the length of the step to γ.
+    "exact-s": _EXACT,
+    "exact-m": _EXACT,
     # Not in the paper. Steps have the scale of Adam's.
     "muon": {"lr": Span(1e-5, 0.1), "momentum": _SHORT_AVERAGE},
-    "exact-s-muon": {
+    "exact-s-muon": {  # damping is relative to the mean diagonal of XᵀX
         "lr": Span(1e-5, 0.1),
         "momentum": _SHORT_AVERAGE,
         "damping": Span(1e-5, 1.0),
@@ -117,7 +122,7 @@ OWN: dict[str, dict[str, Domain | None]] = {
     "soap": {"lr": Span(1e-5, 0.1)},
     "psgd": {"lr": Span(1e-5, 0.1)},
 }
-"""What the methods have otherwise; None is not searched."""
+"""What the methods have otherwise."""
 
 UNUSED_BY_SOLVER: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum", "decay", "eps"),

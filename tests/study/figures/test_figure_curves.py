@@ -162,12 +162,12 @@ def test_every_figure_of_losses_is_drawn(tmp_path: Path) -> None:
 
 
 def test_the_footer_says_where_settings_come_from() -> None:
-    runs = [found(name, FALLING) for name in ("adam", "pocoprop-m", "muon")]
+    runs = [found(name, FALLING) for name in ("adam", "nesterov", "muon")]
     default = replace(runs[1].config, settings={})
     runs[1] = replace(runs[1], result=replace(runs[1].result, config=default))
     figure = catalog.loss_figure("standard", small.SCALE)
     text = footer(figure, runs, "", (), "")
-    assert "Settings: Adam, Muon: given; PocoProp-M: untuned, as locoprop-m." in text
+    assert "Settings: Adam, Muon: given; Nesterov: untuned, as momentum." in text
 
 
 def test_settings_that_were_found_at_another_number_of_iterations_are_called_that() -> None:

@@ -29,9 +29,10 @@ def made(
     environment: dict[str, Any] | None = None,
     fields: dict[str, Any] | None = None,
     checkpoint: bool = False,
+    seconds: float = 0.1,
     **config: Any,
 ) -> RunFolder:
-    """A run with these train losses, test losses one above, and a tenth of a second an epoch.
+    """A run with these train losses, test losses one above, and so many seconds an epoch.
 
     `fields` go into the file as they are; `config` has to be one that the study knows.
     """
@@ -48,7 +49,7 @@ def made(
     )
     last = len(losses) - 1
     rows = [
-        Metrics(epoch, loss, loss + 1, epoch / 10, 50.0 + epoch, diverged and epoch == last)
+        Metrics(epoch, loss, loss + 1, epoch * seconds, 50.0 + epoch, diverged and epoch == last)
         for epoch, loss in enumerate(losses)
     ]
     files.write_metrics(rows)

@@ -3,6 +3,7 @@
 import json
 import math
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,9 @@ from study.report.made import MACHINE, made
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.commands.shared import TASK, configuration, parsed
-from torch_locoprop.study.report import gather
+from torch_locoprop.study.report import gather, page
 from torch_locoprop.study.report.gather import Task
-from torch_locoprop.study.report.runs import find, read
+from torch_locoprop.study.report.runs import find, find_timings, read
 from torch_locoprop.study.report.series import LOSSES
 
 ROW = (
@@ -206,6 +207,53 @@ def test_seconds_on_different_machines_are_marked(tmp_path: Path) -> None:
     made(tmp_path / "d", [9.0, 5.0], "muon", fields={"precision": "tf32"})
     notes = ["machine: m1, m2", "precision: fp32, tf32"]
     assert gather.clock_notes(tasks_in(tmp_path)[0]) == notes
+
+
+TIMED = [9.0, 8.0, 7.0, 6.0]  # three epochs
+
+
+def test_seconds_come_from_runs_that_were_alone(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0], settings={"lr": 0.5}, seed=1)
+    made(tmp_path / "b", [9.0, 5.0], "sgd")
+    made(tmp_path / "c", [9.0, 6.0], fields={"method": "mine"})
+    made(tmp_path / "d", [9.0, 7.0], "rmsprop", fields={"precision": "tf32", "device": "cuda"})
+    made(tmp_path / "e", [9.0, 8.0], "locoprop-s", settings={"local_steps": 5})
+    alone = tmp_path / "deep" / "timings"
+    files = made(alone / "adam", TIMED, seconds=0.25)
+    made(alone / "rmsprop", TIMED, "rmsprop", seconds=2.0)
+    elsewhere = {**MACHINE, "machine": "m2"}
+    made(alone / "sgd", TIMED, "sgd", seconds=3.0, environment=elsewhere)
+    made(alone / "steps", TIMED, "locoprop-s", settings={"local_steps": 10}, seconds=9.0)
+    made(alone / "half", TIMED, "sgd", seconds=9.0, epochs=7)
+    made(alone / "relu", TIMED, "sgd", seconds=9.0, transfer="relu")
+    rows = [replace(row, seconds=row.seconds + 50 * (row.epoch > 0)) for row in files.metrics()]
+    files.write_metrics(rows)  # the first epoch, which does not count, took longer
+    (task,) = gather.tasks(find([tmp_path])[0], find_timings([tmp_path]))
+    found = {series.method: task.alone(series) for series in task.series}
+    rates = {"adam": pytest.approx(0.25), "rmsprop": pytest.approx(2.0)}
+    assert found == {**dict.fromkeys(("sgd", "mine", "locoprop-s")), **rates}
+    assert gather.clock_told(task) == (
+        "Seconds of training, from short runs that had the machine to themselves: m1, 1 thread. "
+        "Trained in another precision: rmsprop. Not timed so: sgd, mine, locoprop-s. They are not "
+        "drawn by seconds; in the ranking they have those of their own runs, which may have shared "
+        "a machine."
+    )
+    ranked = page.ranking(task)
+    assert [row["seconds"]["mean"] for row in ranked] == pytest.approx([0.25, 0.1, 0.1, 2.0, 0.1])
+    assert [row["alone"] for row in ranked] == [True, False, False, True, False]
+
+
+def test_timings_of_other_images_are_not_taken(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0])
+    files = made(tmp_path / "timings" / "a", TIMED)
+    description = files.description()
+    description["data"]["fingerprint"] = "another"
+    files.begin(description)
+    made(tmp_path / "timings" / "b", TIMED, "sgd").path.joinpath("config.json").write_text("{")
+    (task,) = gather.tasks(find([tmp_path])[0], find_timings([tmp_path]))
+    assert not task.clock.seconds
+    assert gather.clock_told(task).startswith("Seconds of training alone.")
+    assert [run.folder.name for run in find_timings([tmp_path / "timings"])] == ["a"]
 
 
 def test_the_command_makes_the_same_run(tmp_path: Path) -> None:

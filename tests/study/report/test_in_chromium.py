@@ -15,7 +15,7 @@ from study.report.made import MACHINE, data, made
 from torch_locoprop.study import datasets
 from torch_locoprop.study.report import gather, page
 from torch_locoprop.study.report.gallery import gallery
-from torch_locoprop.study.report.runs import Skipped, find
+from torch_locoprop.study.report.runs import Skipped, find, find_timings
 from torch_locoprop.study.run_folder import RunFolder
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -41,6 +41,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     """Two seeds of one method, others that are worse, unfinished and diverged, and another task."""
     top = tmp_path_factory.mktemp("runs")
     elsewhere = {**MACHINE, "machine": EVIL}
+    timed = [80.0, 70.0, 60.0]
+    made(top / "timings" / "adam", timed, transfer="relu", seconds=0.3)
     return {
         "m0": made(top / "m0", [90.0, 40.0, 12.5, 10.0], "locoprop-m", checkpoint=True),
         "m1": made(top / "m1", [92.0, 44.0, 13.5, 11.0], "locoprop-m", seed=1),
@@ -59,7 +61,7 @@ def written(runs: dict[str, RunFolder]) -> Path:
     top = runs["m0"].path.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load", lambda *_, **__: data())
-        tasks = gather.tasks(find([top])[0])
+        tasks = gather.tasks(find([top])[0], find_timings([top]))
         galleries = [gallery(task, 4, None) for task in tasks]
     skipped = [Skipped(Path("broken"), "metrics.jsonl is empty")]
     page.write(top / "report.html", page.page("Methods & <more>", tasks, galleries, skipped))
@@ -207,13 +209,37 @@ def test_the_legend_hides_and_shows(shown: Any) -> None:
     shown.keyboard.press("Enter")
     assert entry.get_attribute("aria-pressed") == "false"
     assert "adam" not in curves(shown)
-    assert shown.locator("#out-of-view").inner_text().startswith("4 of 5 series are drawn")
+    assert shown.locator("#out-of-view").inner_text().startswith("Switched off: 1 of 5 series;")
     shown.keyboard.press("Space")  # the focus is where it was
     assert "adam" in curves(shown)
     shown.get_by_role("button", name="Hide all").click()
     assert curves(shown) == {}
     shown.get_by_role("button", name="Show all").click()
     assert len(curves(shown)) == 5
+
+
+def test_seconds_of_runs_that_were_alone_are_told_from_own(shown: Any) -> None:
+    shown.locator("#tasks button", has_text="relu").click()
+    assert list(curves(shown)) == ["adam", "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;"]
+    press(shown, "By seconds")
+    clock = shown.locator("#clock").inner_text()
+    assert "had the machine to themselves: m1, 1 thread." in clock
+    assert f"Not timed so: {EVIL}." in clock
+    assert shown.locator("#seconds").inner_text() == clock
+    (adam, other) = curves(shown).values()
+    assert adam == ([0, 0.3], [80.0, 8.0])
+    assert other[0] == [None, None]
+    assert axis(shown, "xaxis")["range"] == pytest.approx([0, 1.01 * 0.3])
+    assert column(shown, "seconds") == ["0.3", "0.1\nown"]
+    seconds = shown.get_by_role("button", name="seconds", exact=True)
+    for _ in range(2):  # whichever way, after those that can be compared
+        seconds.click()
+        assert column(shown, "seconds") == ["0.3", "0.1\nown"]
+    shown.locator("#level").fill("9")
+    assert column(shown, "reach-seconds") == ["0.3", "–"]
+    press(shown, "All details")
+    told = shown.locator("#ranking .run p").all_inner_texts()
+    assert all(" 0.1 s, environment " in text for text in told), "what the runs themselves took"
 
 
 def test_the_ranking_sorts(shown: Any) -> None:

@@ -24,6 +24,7 @@ from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.order import Made, Order
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.run_folder import RunError
 
 ALL = "all"
 
@@ -115,6 +116,8 @@ def figure(
     _tell(made, as_json)
     if failed:
         raise typer.Exit(1)
+    if not any(each.files for each in made):
+        raise RunError(_nothing(order))
 
 
 def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], bool]:
@@ -170,6 +173,16 @@ def _tell(made: Sequence[Made], as_json: bool) -> None:
             typer.echo(each.text)
         if each.files:
             typer.echo(f"{each.name}: {', '.join(map(str, each.files))}")
+
+
+def _nothing(order: Order) -> str:
+    where = " or ".join(map(str, order.folders))
+    advice = (
+        " Leave out --only-existing to run what is missing, or name the folder of the runs with --runs."
+        if order.only_existing
+        else ""
+    )
+    return f"Nothing was drawn: none of the runs asked for is in {where}.{advice}"
 
 
 def _list(as_json: bool) -> None:

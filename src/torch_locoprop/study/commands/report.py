@@ -11,7 +11,7 @@ import typer
 from torch_locoprop.study import options
 from torch_locoprop.study.report import gather, page
 from torch_locoprop.study.report.gallery import gallery
-from torch_locoprop.study.report.runs import Skipped, find
+from torch_locoprop.study.report.runs import Skipped, find, find_timings
 from torch_locoprop.study.run_folder import RunError
 
 
@@ -20,7 +20,7 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FOLDER",
-            help="Folders of runs, searched to any depth but for timings.  "
+            help="Folders of runs, searched to any depth; seconds come from timings if there are.  "
             "[dim]default: runs[/dim]",
         ),
     ] = None,
@@ -36,7 +36,8 @@ def report(
 
     The page is one file that works without a network: send it, or put it on a screen. Runs are
     compared within their task only; seeds of one configuration are one curve. Runs under way and runs
-    that diverged are shown as such.
+    that diverged are shown as such. Seconds are those of the timings that [bold]locoprop figure[/bold]
+    makes, where there are some in the folders, and of the runs themselves elsewhere.
 
     [bold]locoprop report[/bold]
         report.html over all runs in runs/
@@ -55,7 +56,7 @@ def report(
     runs, skipped = find(given)
     if not runs:
         raise RunError(_nothing(given, skipped))
-    tasks = gather.tasks(runs)
+    tasks = gather.tasks(runs, find_timings(given))
     galleries = [gallery(task, images, data_dir) for task in tasks]
     page.write(out, page.page(title, tasks, galleries, skipped))
     for folder, reason in skipped:
@@ -64,7 +65,14 @@ def report(
         for reason in pictures.missing:
             typer.echo(f"No reconstructions for {task.title}: {reason}", err=True)
     if as_json:
-        rankings = [{"task": task.about, "ranking": page.ranking(task)} for task in tasks]
+        rankings = [
+            {
+                "task": task.about,
+                "timed_on": task.clock.machine or None,
+                "ranking": page.ranking(task),
+            }
+            for task in tasks
+        ]
         typer.echo(json.dumps({"report": str(out), "tasks": rankings}))
     else:
         for task in tasks:

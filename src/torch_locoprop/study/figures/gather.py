@@ -93,7 +93,7 @@ class Library:
 
     def timings(self, config: RunConfig) -> list[Found]:
         """Return the finished runs that timed the configuration."""
-        key = self._timing_key(self.place.on(config))
+        key = timing_key(self.place.on(config), self.place) + TIMINGS
         return [each for each in self._of(key, config) if each.result.finished]
 
     def folder_for(self, config: RunConfig) -> Path:
@@ -122,7 +122,9 @@ class Library:
                 yield each
 
     def _key(self, config: RunConfig, path: Path) -> str:
-        return self._timing_key(config) if self._is_timing(path) else self.place.key(config)
+        if self._is_timing(path):
+            return timing_key(config, self.place) + TIMINGS
+        return self.place.key(config)
 
     def _is_timing(self, path: Path) -> bool:
         """Whether it is in such a subfolder; what is above the folders that were named says nothing."""
@@ -132,9 +134,10 @@ class Library:
             if path.is_relative_to(root)
         )
 
-    def _timing_key(self, config: RunConfig) -> str:
-        """The same for all learning rates: a step takes its time whatever its numbers are."""
-        return self.place.key(without_numbers(config)) + TIMINGS
+
+def timing_key(config: RunConfig, place: Place) -> str:
+    """Return what two runs share that take the same time: a step takes it whatever its numbers are."""
+    return place.key(replace(without_numbers(config), seed=0))
 
 
 def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:

@@ -42,11 +42,16 @@ class Clock:
     seconds: Mapping[int, float]
     machine: str
     left_out: tuple[int, ...]
+    precision: str = ""
 
 
 def timed(library: Library, wanted: Sequence[RunConfig], here: str | None) -> Clock:
     """Return the seconds of these timing runs from the machine that has most, `here` if it ties."""
-    found = [library.timings(config) for config in wanted]
+    return of_one_machine([library.timings(config) for config in wanted], here)
+
+
+def of_one_machine(found: Sequence[Sequence[Found]], here: str | None = None) -> Clock:
+    """Return the seconds from the machine that has most of these timings, some for each position."""
     machines = {environment_key(each): each for same in found for each in same}
     by_machine = {
         machine: {
@@ -58,11 +63,11 @@ def timed(library: Library, wanted: Sequence[RunConfig], here: str | None) -> Cl
         for machine in machines
     }
     if not by_machine:
-        return Clock({}, "", tuple(range(len(wanted))))
+        return Clock({}, "", tuple(range(len(found))))
     best = max(by_machine, key=lambda machine: (len(by_machine[machine]), machine == here))
     seconds = by_machine[best]
-    missing = tuple(index for index in range(len(wanted)) if index not in seconds)
-    return Clock(seconds, _machine(machines[best]), missing)
+    missing = tuple(index for index in range(len(found)) if index not in seconds)
+    return Clock(seconds, _machine(machines[best]), missing, machines[best].config.precision)
 
 
 def _usable(timing: Found) -> bool:

@@ -145,9 +145,10 @@ function vertical(choice, range) {
   return axis(title, { type: "log", range: bounds.map(Math.log10), tickvals: ticks, ticktext });
 }
 
-function layout(task, choice, range) {
-  const ends = task.series.map((series) => abscissae(series, series.curve_seconds, choice).at(-1));
-  const end = Math.max(...ends) || 1;
+function layout(task, choice, range, hidden) {
+  const drawn = task.series.filter((_, at) => !hidden.has(at));
+  const ends = drawn.map((series) => abscissae(series, series.curve_seconds, choice).at(-1));
+  const end = Math.max(0, ...ends) || 1;
   return {
     xaxis: axis(choice.x === "seconds" ? "seconds of training" : "epoch", {
       range: [0, 1.01 * end],
@@ -180,7 +181,7 @@ function drawCurves(place, task, choice, hidden) {
     modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]],
     toImageButtonOptions: { format: "svg", filename: "curves" },
   };
-  return Plotly.react(place, traces, layout(task, choice, range), options);
+  return Plotly.react(place, traces, layout(task, choice, range, hidden), options);
 }
 
 /** Shown series that end above the upper edge, which the reader would miss. */
@@ -188,6 +189,7 @@ function aboveView(task, choice, hidden) {
   const range = verticalRange(task, choice, hidden);
   return task.series.filter((series, at) => {
     const last = series.curve[choice.loss].mean.findLast((value) => value !== null);
-    return range && !hidden.has(at) && last > range[1];
+    const drawn = !hidden.has(at) && abscissae(series, series.curve_seconds, choice).at(-1) !== null;
+    return range && drawn && last > range[1];
   });
 }

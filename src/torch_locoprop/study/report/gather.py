@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_locoprop.study.figures.timings import Clock
+from torch_locoprop.study.report.clock import clock_of
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.report.series import LOSSES, TASK, Series, Spread
 
@@ -26,9 +28,14 @@ FAR_APART = 1.5
 
 @dataclass(frozen=True)
 class Task:
-    """Series that can be compared, the best first."""
+    """Series that can be compared, the best first, and what is known of their seconds."""
 
     series: tuple[Series, ...]
+    clock: Clock
+
+    def alone(self, series: Series) -> float | None:
+        """Seconds an epoch takes with the machine to itself, if the series was timed so."""
+        return self.clock.seconds.get(self.series.index(series))
 
     @property
     def runs(self) -> list[Run]:
@@ -78,9 +85,10 @@ class Task:
         return tuple(name for name in names if name not in self.same)
 
 
-def tasks(runs: Iterable[Run]) -> list[Task]:
+def tasks(runs: Iterable[Run], timings: Sequence[Run] = ()) -> list[Task]:
     """Return the runs by task, the task with the most runs first."""
-    found = [Task(_series(group)) for group in _grouped(runs, _task_key)]
+    groups = [_series(group) for group in _grouped(runs, _task_key)]
+    found = [Task(series, clock_of(series, timings)) for series in groups]
     return sorted(found, key=lambda task: -len(task.runs))
 
 
@@ -206,8 +214,37 @@ def cautions(task: Task) -> list[str]:
     return found
 
 
+def clock_told(task: Task) -> str:
+    """Return where the seconds come from, for whoever is about to compare them."""
+    clock, differ = task.clock, clock_notes(task)
+    if not clock.seconds:
+        told = (
+            "Seconds of training alone. They compare methods only on the same machine, and only if "
+            "no run shared it with another."
+        )
+        return f"{told} These runs differ in {'; '.join(differ)}." if differ else told
+    told = (
+        f"Seconds of training, from short runs that had the machine to themselves: {clock.machine}."
+    )
+    labels = [series.label for series in task.series]
+    others = [
+        labels[index]
+        for index in sorted(clock.seconds)
+        if task.series[index].hyper_parameters.get("precision") != clock.precision
+    ]
+    if others:
+        told += f" Trained in another precision: {', '.join(others)}."
+    if clock.left_out:
+        told += (
+            f" Not timed so: {', '.join(labels[index] for index in clock.left_out)}. They are not "
+            "drawn by seconds; in the ranking they have those of their own runs, which may have "
+            "shared a machine."
+        )
+    return told
+
+
 def clock_notes(task: Task) -> list[str]:
-    """Return why the seconds of these runs should not be compared, as far as the files tell."""
+    """Return why the seconds of the runs should not be compared, as far as the files tell."""
     found = []
     for name in CLOCK:
         values = {str(run.environment.get(name, "unknown")) for run in task.runs}

@@ -72,15 +72,13 @@ function drawNotes() {
   const above = aboveView(task, choice, hidden).map((series) => `${series.label} (${legendValue(series)})`);
   const total = task.series.length;
   byId("out-of-view").textContent = [
-    hidden.size ? `${total - hidden.size} of ${total} series are drawn; press one in the list to see it.` : "",
+    hidden.size ? `Switched off: ${hidden.size} of ${total} series; press one in the list to see it.` : "",
     above.length ? `Ends above the view: ${above.join(", ")}.` : "",
   ].join(" ");
   const clock = byId("clock");
   clock.hidden = choice.x !== "seconds";
-  clock.classList.toggle("warning", task.clock.length > 0);
-  const differ = task.clock.length ? ` These runs differ in ${task.clock.join("; ")}.` : "";
-  clock.textContent = "Seconds of training alone. They compare methods only on the same machine, " +
-    `and only if no run shared it with another.${differ}`;
+  clock.classList.toggle("warning", task.clock.warning);
+  clock.textContent = task.clock.told;
 }
 
 function drawAll() {
@@ -150,6 +148,7 @@ function show(wanted) {
   byId("summary").textContent = task.summary;
   byId("cautions").textContent = task.cautions.join(" ");
   const same = Object.entries(task.same).map(([name, value]) => `${name} ${setting(value)}`);
+  byId("seconds").textContent = task.clock.told;
   byId("same").textContent = same.length && task.series.length > 1 ? `The same for all: ${same.join(", ")}.` : "";
   drawTasks();
   drawTable();

@@ -23,7 +23,7 @@ from torch_locoprop.study.report import gather
 from torch_locoprop.study.report.gallery import Gallery
 from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Run, Skipped
-from torch_locoprop.study.report.series import LOSSES, Series, Spread
+from torch_locoprop.study.report.series import LOSSES, Number, Series, Spread
 from torch_locoprop.study.safe_files import replace
 
 SCRIPTS = ("curves.js", "ranking.js", "page.js")
@@ -106,20 +106,22 @@ def _policy(scripts: Sequence[str]) -> str:
 
 def _task(task: Task) -> dict[str, Any]:
     environments = _environments(task)
-    curves = [
-        {
-            **_curves(series),
-            "runs": [_run(run, environments) for run in series.runs],
-        }
-        for series in task.series
-    ]
+    curves = []
+    for series in task.series:
+        seconds = _drawn(series, task)
+        runs = [_run(run, environments, seconds) for run in series.runs]
+        curves.append({**_curves(series, seconds), "runs": runs})
     return {
         "title": task.title,
         "details": task.details,
         "about": task.about,
         "summary": gather.summary(task),
         "cautions": gather.cautions(task),
-        "clock": gather.clock_notes(task),
+        "clock": {
+            "alone": bool(task.clock.seconds),
+            "told": gather.clock_told(task),
+            "warning": bool(gather.clock_notes(task)) and not task.clock.seconds,
+        },
         "same": task.same,
         "varied": task.varied,
         "view": {loss: gather.view(task, loss) for loss in LOSSES},
@@ -131,6 +133,7 @@ def _task(task: Task) -> dict[str, Any]:
 def _series(series: Series, task: Task) -> dict[str, Any]:
     """One line of the ranking."""
     placed = series in task.placed
+    alone = task.alone(series)
     return {
         "place": task.placed.index(series) + 1 if placed else None,
         "label": series.label,
@@ -141,7 +144,8 @@ def _series(series: Series, task: Task) -> dict[str, Any]:
         "remark": series.remark,
         "train": _point(series.last(LOSSES["train"])),
         "test": _point(series.last(LOSSES["test"])),
-        "seconds": _point(series.last(lambda row: row.seconds)),
+        "seconds": _point(series.last(_seconds(alone))),
+        "alone": alone is not None,
         "memory": _point(series.last(lambda row: row.memory_mib)),
         "epoch": max(run.last.epoch for run in series.runs),
         "seeds": [run.config["seed"] for run in series.runs],
@@ -154,12 +158,24 @@ def _point(spread: Spread | None) -> dict[str, Any] | None:
     return None if spread is None else spread._asdict()
 
 
-def _curves(series: Series) -> dict[str, Any]:
+def _seconds(alone: float | None) -> Number:
+    """The seconds up to an epoch: as many times those of an epoch timed alone, or the run's own."""
+    return lambda row: row.seconds if alone is None else alone * row.epoch
+
+
+def _drawn(series: Series, task: Task) -> Number:
+    """The same for the curves, which have no place for a run's own beside others timed alone."""
+    alone = task.alone(series)
+    if alone is None and task.clock.seconds:
+        return lambda row: math.nan
+    return _seconds(alone)
+
+
+def _curves(series: Series, seconds: Number) -> dict[str, Any]:
     """What is drawn: lists with an entry for each epoch, null where there is no finite number."""
-    seconds = series.curve(lambda row: row.seconds)
     return {
         "curve": {loss: _columns(series.curve(number)) for loss, number in LOSSES.items()},
-        "curve_seconds": [None if point is None else point.mean for point in seconds],
+        "curve_seconds": _columns(series.curve(seconds))["mean"],
     }
 
 
@@ -170,7 +186,7 @@ def _columns(curve: list[Spread | None]) -> dict[str, list[Any]]:
     }
 
 
-def _run(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
+def _run(run: Run, environments: list[dict[str, Any]], seconds: Number) -> dict[str, Any]:
     return {
         "folder": str(run.folder),
         "seed": run.config["seed"],
@@ -180,7 +196,8 @@ def _run(run: Run, environments: list[dict[str, Any]]) -> dict[str, Any]:
             each["name"] for each in environments if each["is"] == _environment(run)
         ),
         "command": run.command,
-        "seconds": [row.seconds for row in run.metrics],
+        "own_seconds": run.last.seconds,
+        "seconds": [seconds(row) for row in run.metrics],
         **{loss: [number(row) for row in run.metrics] for loss, number in LOSSES.items()},
     }
 

@@ -38,6 +38,13 @@ function spreadCell(point, digits = 2) {
   return element("span", {}, number(point.mean), element("small", {}, extremes));
 }
 
+/** Seconds; where others were timed alone, a run's own are marked. */
+function secondsCell(series, task) {
+  const cell = spreadCell(series.seconds, 1);
+  const own = task.clock.alone && !series.alone && series.seconds;
+  return own ? element("span", {}, cell, element("small", {}, "own")) : cell;
+}
+
 /** The first epoch whose mean train loss is at or below the level, or null. */
 function reached(series, level) {
   const epoch = series.curve.train.mean.findIndex((value) => value !== null && value <= level);
@@ -53,6 +60,7 @@ function methodCell(series) {
 /** The columns: a heading, the value to sort by, and what to show. */
 function rankingColumns(task, view) {
   const mean = (name) => (series) => (series[name] ? series[name].mean : null);
+  const alone = (series) => (task.clock.alone && !series.alone ? null : mean("seconds")(series));
   const seconds = (series) => {
     const epoch = reached(series, view.level);
     return epoch === null ? null : series.curve_seconds[epoch];
@@ -72,7 +80,7 @@ function rankingColumns(task, view) {
     { key: "test", heading: "test loss", value: mean("test"), cell: (s) => spreadCell(s.test) },
     { key: "reach", heading: `epochs to ${goal}`, value: (s) => reached(s, view.level), cell: (s) => whole(reached(s, view.level)) },
     { key: "reach-seconds", heading: `seconds to ${goal}`, value: seconds, cell: (s) => (seconds(s) === null ? "–" : seconds(s).toFixed(1)) },
-    { key: "seconds", heading: "seconds", value: mean("seconds"), cell: (s) => spreadCell(s.seconds, 1) },
+    { key: "seconds", heading: "seconds", value: alone, cell: (s) => secondsCell(s, task) },
     { key: "memory", heading: "memory MiB", value: mean("memory"), cell: (s) => spreadCell(s.memory, 0) },
     { key: "seeds", heading: "seeds", value: (s) => s.seeds.length, cell: (s) => s.seeds.join(", ") },
     { key: "origin", heading: "settings from", value: (s) => s.origin, cell: (s) => s.origin, text: true },
@@ -124,7 +132,7 @@ function runBlock(run) {
   const code = element("code", {}, run.command);
   const last = (name) => shown(run[name].at(-1));
   const words = `seed ${run.seed}: ${run.state}, epoch ${run.epoch}, train ${last("train")}, ` +
-    `test ${last("test")}, ${run.seconds.at(-1).toFixed(1)} s, environment ${run.environment}, in `;
+    `test ${last("test")}, ${run.own_seconds.toFixed(1)} s, environment ${run.environment}, in `;
   return element("div", { class: "run" },
     element("p", {}, words, element("code", {}, run.folder)),
     element("div", { class: "command" }, code, copyButton(run.command, code)));

@@ -83,8 +83,23 @@ def find(folders: Iterable[Path]) -> tuple[list[Run], list[Skipped]]:
 
     Those in subfolders for timings are left alone, unless such a folder is named itself.
     """
+    return _read(_run_folders(folders))
+
+
+def find_timings(folders: Iterable[Path]) -> list[Run]:
+    """Return all runs in the folders for timings there and below; what cannot be read is no timing."""
+    tops = (
+        Path(place)
+        for top in folders
+        for place, _, _ in os.walk(top)
+        if Path(place).name == TIMINGS
+    )
+    return _read(_run_folders(tops))[0]
+
+
+def _read(folders: Iterable[Path]) -> tuple[list[Run], list[Skipped]]:
     runs, skipped, seen = [], [], set()
-    for folder in _run_folders(folders):
+    for folder in folders:
         if folder.resolve() in seen:
             continue
         seen.add(folder.resolve())

@@ -12,7 +12,10 @@ from torch_locoprop.study.palette import colour
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.run_folder import Metrics
 
-LOSSES: dict[str, Callable[[Metrics], float]] = {
+Number = Callable[[Metrics], float]
+"""A number of an epoch."""
+
+LOSSES: dict[str, Number] = {
     "train": lambda row: row.train_loss,
     "test": lambda row: row.test_loss,
 }
@@ -67,7 +70,7 @@ class Series:
                 return runs
         return ()
 
-    def last(self, number: Callable[[Metrics], float]) -> Spread | None:
+    def last(self, number: Number) -> Spread | None:
         """Return this number of the last epoch of the runs that count."""
         return spread(number(run.last) for run in self.counted)
 
@@ -96,7 +99,7 @@ class Series:
             return f"diverged in epoch {last}"
         return f"at epoch {last} of {bad[0].config['epochs']}"
 
-    def curve(self, number: Callable[[Metrics], float]) -> list[Spread | None]:
+    def curve(self, number: Number) -> list[Spread | None]:
         """Return mean and extremes after each epoch, of the runs that got there."""
         length = max(len(run.metrics) for run in self.runs)
         return [

@@ -1,0 +1,343 @@
+"""The comparisons of the examples: every method trains, runs are kept, and the table is theirs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+FOLDER = Path(__file__).parents[2] / "examples"
+MODULES = ("muon", "training", "comparison", "fashion_cnn", "shakespeare_gpt")
+TEXT = "to be, or not to be: that is the question.\n" * 60
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def examples() -> Iterator[dict[str, ModuleType]]:
+    """The examples, as Python finds them when one of them is the script."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield {name: __import__(name) for name in MODULES}
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in MODULES:
+            del sys.modules[name]
+
+
+@pytest.fixture
+def quick(examples: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short timings, and few evaluations."""
+    monkeypatch.setattr(examples["comparison"], "WARM_UP", 1)
+    monkeypatch.setattr(examples["comparison"], "BLOCKS", 1)
+    monkeypatch.setattr(examples["comparison"], "BLOCK", 2)
+    monkeypatch.setattr(examples["training"], "POINTS", 2)
+
+
+@pytest.fixture
+def gpt(examples: dict[str, ModuleType], tmp_path: Path) -> Any:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    sizes = {"layers": 1, "width": 16, "heads": 2, "context": 16, "batch_size": 8, "dropout": 0.0}
+    return examples["shakespeare_gpt"].ShakespeareGPT(path, **sizes)
+
+
+@pytest.fixture
+def cnn(examples: dict[str, ModuleType]) -> Any:
+    """Two classes of noise with stripes, which stay what they are when shifted and mirrored."""
+    module = examples["fashion_cnn"]
+
+    class Tiny(module.FashionCNN):  # type: ignore[name-defined, misc]
+        def load(self, device: torch.device) -> Any:
+            generator = torch.Generator().manual_seed(0)
+            labels = torch.arange(240) % 2
+            images = torch.randint(0, 60, (240, 12, 12), generator=generator)
+            images[labels == 0, ::3] += 180
+            images[labels == 1, :, ::3] += 180
+            images = images.to(torch.uint8)
+            return self.divided(images[:200], labels[:200], images[200:], labels[200:])
+
+    return Tiny(None, channels=(4, 8), batch_size=32, validation=40)
+
+
+def run_of(
+    task: Any, method: str, folder: Path, examples: dict[str, ModuleType], **other: Any
+) -> Any:
+    asked = {"settings": task.methods[method].settings, "seed": 0, "steps": 8} | other
+    return examples["training"].Run(method, folder=folder, **asked)
+
+
+METHODS = ("adamw", "muon", "locoprop-s-exact-muon", "locoprop-s-adamw", "locoprop-s")
+
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_learns(
+    request: pytest.FixtureRequest, examples: dict[str, ModuleType], kind: str, method: str
+) -> None:
+    task = request.getfixturevalue(kind)
+    assert set(METHODS) == set(task.methods)
+    run = run_of(task, method, Path(), examples, steps=40)
+    training = examples["training"].Training(task, run, "cpu")
+    before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
+    first = float(training.advance(5))
+    training.advance(30)
+    last = float(training.advance(5))
+    assert last < 0.9 * first
+    moved = {n for n, p in training.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == set(before)
+    if isinstance(training.optimizer, examples["fashion_cnn"].LocoProp):
+        assert "blocks" in training.optimizer.summary()
+        assert not any(training.optimizer.skipped_updates.values())
+
+
+@pytest.mark.parametrize("kind", ["cnn", "gpt"])
+def test_methods_have_the_same_number_of_trials(request: pytest.FixtureRequest, kind: str) -> None:
+    task = request.getfixturevalue(kind)
+    assert {len(method.trials()) for method in task.methods.values()} == {6}
+    for method in task.methods.values():
+        assert all(set(trial) == set(method.settings) for trial in method.trials())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_all_methods_shrink_weights_alike(
+    gpt: Any, examples: dict[str, ModuleType], method: str
+) -> None:
+    training = examples["training"].Training(gpt, run_of(gpt, method, Path(), examples), "cpu")
+    optimizer = training.optimizer
+    outer = getattr(optimizer, "_outer", None)
+    groups = [*optimizer.param_groups, *(outer.param_groups if outer else ())]
+    shrinking = [group for group in groups if group["weight_decay"]]
+    full = [group["initial_lr"] if "initial_lr" in group else group["lr"] for group in shrinking]
+    shrunk = [lr * group["weight_decay"] for lr, group in zip(full, shrinking, strict=True)]
+    assert shrunk == pytest.approx([1e-4] * len(shrinking))
+    # LocoProp's own groups hold biases too, which its weight decay leaves alone.
+    weights = {p for group in shrinking for p in group["params"] if p.dim() >= 2}
+    assert weights == {p for p in training.model.parameters() if p.dim() >= 2}
+
+
+def test_muon_is_that_of_torch(examples: dict[str, ModuleType]) -> None:
+    torch.manual_seed(0)
+    shapes = [(8, 5), (5, 8), (8, 5), (6, 6)]
+    ours = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.3}
+    mine = examples["muon"].Muon(ours, **settings)
+    reference = torch.optim.Muon(theirs, adjust_lr_fn="match_rms_adamw", nesterov=True, **settings)
+    for _ in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = p.grad.clone()
+        mine.step()
+        reference.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=0, atol=2e-3)  # steps of 0.02, in bfloat16
+
+
+def test_a_filter_is_the_matrix_of_its_inputs(examples: dict[str, ModuleType]) -> None:
+    torch.manual_seed(0)
+    filters = nn.Parameter(torch.randn(4, 2, 3, 3))
+    matrix = nn.Parameter(filters.detach().flatten(1).clone())
+    filters.grad = torch.randn_like(filters)
+    matrix.grad = filters.grad.flatten(1)
+    for parameter in (filters, matrix):
+        examples["muon"].Muon([parameter], lr=0.1).step()
+    assert torch.equal(filters.detach().flatten(1), matrix.detach())
+
+
+def test_orthogonalised_matrices_have_singular_values_near_one(
+    examples: dict[str, ModuleType],
+) -> None:
+    matrices = torch.randn(3, 20, 6, generator=torch.Generator().manual_seed(0))
+    values = torch.linalg.svdvals(examples["muon"].orthogonalised(matrices).float())
+    assert values.min() > 0.5
+    assert values.max() < 1.5
+
+
+def test_the_schedule_rises_and_falls(examples: dict[str, ModuleType]) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = examples["training"].schedule(optimizer, 100)
+    rates = []
+    for _ in range(100):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert rates[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert 0 < rates[-1] < 0.02
+
+
+def test_shifted_images_are_shifted_images(examples: dict[str, ModuleType]) -> None:
+    image = torch.arange(1, 37, dtype=torch.uint8).reshape(6, 6)
+    generator = torch.Generator().manual_seed(0)
+    found = examples["fashion_cnn"].shifted_and_flipped(image.repeat(200, 1, 1), generator, far=1)
+    padded = nn.functional.pad(image, (1, 1, 1, 1))
+    possible = {
+        bytes(torch.where(torch.tensor(flip), view.flip(1), view).flatten().tolist())
+        for flip in (False, True)
+        for down in range(3)
+        for right in range(3)
+        for view in [padded[down : down + 6, right : right + 6]]
+    }
+    assert {bytes(each.flatten().tolist()) for each in found} == possible
+
+
+def test_windows_cover_the_text_once(gpt: Any) -> None:
+    data = gpt.load(torch.device("cpu"))
+    assert len(data.train) == int(0.9 * len(TEXT))
+    inputs, labels = gpt.windows(torch.arange(100))
+    assert inputs.flatten().tolist() == list(range(96))
+    assert labels.flatten().tolist() == list(range(1, 97))
+
+
+@pytest.fixture
+def main(examples: dict[str, ModuleType], gpt: Any, tmp_path: Path, quick: None) -> Any:
+    """Runs the command line on the tiny task."""
+
+    def run(*arguments: str) -> Path:
+        comparison = examples["comparison"]
+        own = [
+            "--steps",
+            "4",
+            "--methods",
+            "adamw",
+            "locoprop-s-exact-muon",
+            "--out",
+            str(tmp_path),
+        ]
+        options = comparison.parser("", steps=9).parse_args([*own, *CPU, *arguments])
+        comparison.main(gpt, options)
+        return tmp_path
+
+    return run
+
+
+def written(folder: Path) -> dict[str, Any]:
+    return {path.name: json.loads(path.read_text()) for path in folder.glob("*.json")}
+
+
+def test_a_comparison_and_its_table(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = main("--seeds", "0", "1")
+    timings = written(folder)["timings.json"]["methods"]
+    runs = written(folder / "runs")
+    slower = timings["locoprop-s-exact-muon"]["ms_per_step"] / timings["adamw"]["ms_per_step"]
+    counts = sorted((run["method"], run["steps"], run["seed"]) for run in runs.values())
+    fewer = max(int(4 / slower + 1e-9), 1)
+    expected = {("adamw", 4), ("locoprop-s-exact-muon", 4), ("locoprop-s-exact-muon", fewer)}
+    assert counts == sorted((*which, seed) for which in expected for seed in (0, 1))
+    table = (folder / "table.md").read_text()
+    assert table in capsys.readouterr().out
+    of_adamw = [run for run in runs.values() if run["method"] == "adamw"]
+    low, high = sorted(run["final"]["test loss"] for run in of_adamw)
+    row = next(line for line in table.splitlines() if line.startswith("| adamw"))
+    assert f"| {(low + high) / 2:.4f} ± {(high - low) / math.sqrt(2):.4f} |" in row
+    assert row.split("|")[3].strip() == "0"  # trials
+
+
+def test_finished_runs_are_not_made_again(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = main("--seeds", "0")
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
+    next((folder / "runs").glob("adamw*seed=0.json")).unlink()
+    capsys.readouterr()
+    main("--seeds", "0")
+    printed = capsys.readouterr().out
+    made = [line for line in printed.splitlines() if line.startswith("shakespeare-gpt  ")]
+    assert len(made) == 1
+    assert "adamw lr=0.002 seed=0 steps=4" in made[0]
+    after = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
+    assert [path.name for path in after if after[path] != before[path]] == [
+        path.name for path in folder.glob("runs/adamw*")
+    ]
+
+
+def test_runs_use_the_best_of_the_search(main: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = main("--search", "--methods", "adamw", "--search-steps", "2")
+    tried = written(folder / "searches")
+    assert len(tried) == 6
+    assert {run["seed"] for run in tried.values()} == {100}
+    best = min(tried.values(), key=lambda run: run["final"]["validation loss"])["settings"]
+    assert "the end of the grid: lr" in capsys.readouterr().out  # after two steps, the largest
+    main("--methods", "adamw", "--search-steps", "2", "--seeds", "0")
+    (run,) = written(folder / "runs").values()
+    assert run["settings"] == best
+    row = (folder / "table.md").read_text().splitlines()[2]
+    assert [cell.strip() for cell in row.split("|")[1:4]] == ["adamw", f"lr {best['lr']:g}", "6"]
+
+
+def test_the_table_needs_no_training(main: Any, examples: Any, monkeypatch: Any) -> None:
+    folder = main("--seeds", "0")
+    table = (folder / "table.md").read_text()
+    (folder / "table.md").unlink()
+    monkeypatch.setattr(examples["training"].Training, "advance", None)
+    main("--seeds", "0", "--table")
+    assert (folder / "table.md").read_text() == table
+    main("--seeds", "0", "1", "--table")
+    assert "(1 of 2 seeds)" in (folder / "table.md").read_text()
+
+
+def test_no_run_starts_that_would_end_after_the_limit(
+    main: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = main("--seeds", "0", "--limit", "3")
+    assert not (folder / "runs").exists()
+    assert "would have ended after --limit" in capsys.readouterr().out
+
+
+def test_results_of_another_task_are_not_mixed_in(
+    main: Any, gpt: Any, examples: dict[str, ModuleType]
+) -> None:
+    folder = main("--seeds", "0")
+    other = type(gpt)(gpt.source, context=8)
+    run = run_of(gpt, "adamw", folder / "runs", examples, steps=4)
+    assert examples["training"].finished(gpt, run)
+    with pytest.raises(SystemExit, match="another task"):
+        examples["training"].finished(other, run)
+
+
+def test_a_run_that_diverges_says_so(
+    gpt: Any, examples: dict[str, ModuleType], tmp_path: Path, quick: None
+) -> None:
+    run = run_of(gpt, "adamw", tmp_path, examples, settings={"lr": 1e30})
+    record = examples["training"].perform(gpt, run, "cpu")
+    assert record["diverged"]
+    assert json.loads(run.path.read_text())["final"] == {"step": 4}
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+
+import comparison
+from shakespeare_gpt import ShakespeareGPT
+
+comparison.WARM_UP = comparison.BLOCKS = comparison.BLOCK = 1
+
+if __name__ == "__main__":
+    options = comparison.parser("", steps=2).parse_args()
+    comparison.main(ShakespeareGPT(Path("text.txt"), layers=1, width=8, context=8), options)
+"""
+
+
+def test_runs_share_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    options = ["--processes", "2", "--seeds", "0", "1", "--methods", "adamw", "--out", "out", *CPU]
+    paths = os.pathsep.join([str(FOLDER), str(FOLDER.parent / "src")])
+    subprocess.run(
+        [sys.executable, "script.py", *options],
+        check=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": paths},
+        timeout=100,
+    )
+    assert len(written(tmp_path / "out/runs")) == 2
+    assert "| adamw | lr 0.002 |" in (tmp_path / "out/table.md").read_text()
