@@ -1,13 +1,16 @@
 """Print a table of the runs under a folder of results, as Markdown.
 
     python benchmarks/results_table.py results/mnist-tanh-standard
+    python benchmarks/results_table.py results/mnist-tanh-standard --varied
 
 One row a method and its settings, the best final train loss first; several numbers are several seeds,
 and curves are their means. Seconds are of all epochs, from runs that had the machine to themselves.
+Runs with other local iterations or another local solver than a method is registered with are a table
+of their own: `--varied`.
 """
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -19,14 +22,26 @@ from torch_locoprop.study.population_run import without_numbers
 from torch_locoprop.study.runner import RunResult, result_of
 
 EPOCHS = (20, 40, 60, 80)
-TIMINGS = Path("results/timings")
+TIMINGS = Path(__file__).parents[1] / "results" / "timings"
+
+
+def changed(config: RunConfig) -> dict[str, object]:
+    """The settings that are not what the method is registered with."""
+    usual = methods.get(config.method).settings
+    return {name: value for name, value in config.settings.items() if value != usual[name]}
+
+
+def is_varied(config: RunConfig) -> bool:
+    """Whether the run is a variation on its method."""
+    return not changed(config).keys().isdisjoint(("local_steps", "solver"))
 
 
 def label(config: RunConfig) -> str:
-    """The method, and those of its settings that are not what it is registered with."""
-    usual = methods.get(config.method).settings
-    if "local_steps" in usual and config.settings["local_steps"] != usual["local_steps"]:
-        return f"{config.method}, T = {config.settings['local_steps']}"
+    """The method, and what sets it apart from the registered one."""
+    own = changed(config)
+    for name, text in (("solver", "local {}"), ("local_steps", "T = {}"), ("lr", "lr = {:g}")):
+        if name in own:
+            return f"{config.method}, {text.format(own[name])}"
     return config.method
 
 
@@ -42,6 +57,18 @@ def seconds(config: RunConfig) -> str:
     return ""
 
 
+def final(runs: list[RunResult]) -> tuple[bool, float]:
+    """The order of the table: by the mean of the last train losses, what diverged at the end."""
+    return any(run.diverged for run in runs), mean(run.metrics[-1].train_loss for run in runs)
+
+
+def at(epoch: int, runs: list[RunResult]) -> str:
+    """The mean train loss after that epoch, if all runs came so far."""
+    if any(len(run.metrics) <= epoch for run in runs):
+        return ""
+    return f"{mean(run.metrics[epoch].train_loss for run in runs):.1f}"
+
+
 def row(runs: list[RunResult]) -> list[str]:
     """A line of the table: runs that differ in nothing but the seed."""
     runs = sorted(runs, key=lambda run: run.config.seed)
@@ -49,30 +76,38 @@ def row(runs: list[RunResult]) -> list[str]:
     if any(end.diverged for end in last):
         ends = [f"diverged in epoch {end.epoch}" for end in last if end.diverged]
         return [label(config), *("" for _ in EPOCHS), ", ".join(ends), "", ""]
+    if not all(run.finished for run in runs):
+        ends = [f"{end.train_loss:.2f} in epoch {end.epoch}" for end in last]
+        return [label(config), *(at(epoch, runs) for epoch in EPOCHS), ", ".join(ends), "", ""]
     return [
         label(config),
-        *(f"{mean(run.metrics[epoch].train_loss for run in runs):.1f}" for epoch in EPOCHS),
+        *(at(epoch, runs) for epoch in EPOCHS),
         ", ".join(f"{end.train_loss:.2f}" for end in last),
         ", ".join(f"{end.test_loss:.1f}" for end in last),
         seconds(config),
     ]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
+def table(folder: Path, varied: bool = False) -> str:
+    """The runs of the folder, or the variations among them, as Markdown."""
     groups: dict[str, list[RunResult]] = defaultdict(list)
     for path in sorted(folder.glob("*/config.json")):
         run = result_of(path.parent)
-        groups[json.dumps({**run.config.to_dict(), "seed": 0}, sort_keys=True)].append(run)
-    runs = sorted(
-        groups.values(), key=lambda same: (same[0].diverged, same[0].metrics[-1].train_loss)
-    )
+        if is_varied(run.config) == varied:
+            groups[json.dumps({**run.config.to_dict(), "seed": 0}, sort_keys=True)].append(run)
+    runs = sorted(groups.values(), key=final)
     head = [
         "method", *(f"epoch {epoch}" for epoch in EPOCHS), "train, 100", "test, 100", "seconds",
     ]  # fmt: skip
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *map(row, runs)]
-    print("\n".join("| " + " | ".join(line) + " |" for line in lines))
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--varied", action="store_true", help="other local iterations and local solvers instead"
+    )
+    given = parser.parse_args()
+    print(table(given.folder, given.varied))

@@ -46,6 +46,11 @@ def method_for(layer: ServedLayer, group: Group, components: Components) -> Meth
     return method if layer.has_rows else backprop_step(method)
 
 
+def local_problems_before(group: Group) -> int:
+    """How many local problems each layer of a group has had."""
+    return int(-(-group["steps"] // group["every"]))
+
+
 def _is_exact(method: Method) -> bool:
     return not isinstance(method.solver, FirstOrder)
 
@@ -91,7 +96,7 @@ def local_problem(
             name: kind.matrix(name, p) for name, p in layer.tensors.items() if name not in trained
         },
         backprop={
-            name: kind.matrix(name, scale * p.grad)
+            name: kind.matrix(name, p.grad if scale == 1 else scale * p.grad)
             for name, p in trained.items()
             if p.grad is not None
         },
@@ -107,6 +112,7 @@ def local_problem(
         v=_scaled(_post_gradients(layer, x), scale / of_each) if "v" in target.needs else None,
         fisher=fisher,
         base=base,
+        number=local_problems_before(group),
     )
 
 
@@ -137,11 +143,11 @@ def gradients_by_gram(layer: ServedLayer, group: Group, components: Components) 
 
 def _post_gradients(layer: ServedLayer, x: Any) -> Tensor | None:
     """∂L/∂y: as recorded behind the transfer, or pulled back from ∂L/∂a through one in the loss."""
-    recorded, g = layer.post_gradients(), layer.gradients()
-    if recorded is not None or layer.transfer is None or g is None:
+    recorded = layer.post_gradients()
+    if recorded is not None or isinstance(x, Gram):
         return recorded
     tensors = {name: layer.kind.matrix(name, p) for name, p in layer.tensors.items()}
-    return layer.transfer.pull_back(layer.kind.forward(x, **tensors), g)
+    return layer.pulled_back(layer.kind.forward(x, **tensors))
 
 
 def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -> Tensor | None:

@@ -127,7 +127,7 @@ class Capture:
         served = self.layers.get(layer)
         if served is not None and served.trained:
             # Copies, for a compiled graph may write its next result where these stand.
-            kept = g.clone() if "g" in served.needs else None
+            kept = None if served.needs.isdisjoint({"g", "v"}) else g.clone()
             recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call)
             served.record(recorded, torch._C._current_graph_task_id())
 
@@ -138,24 +138,18 @@ class Capture:
             return
         if cell.call is None:  # a second pass through a graph whose step was taken
             return
+        call = replace(cell.call, sampled=cell.sampled)
+        if "v" in layer.needs:
+            call = _with_post_gradient(call, layer, g)
+        # Where the transfer was missed, in this pass or in another that adds to it, ∂L/∂a tells ∂L/∂y.
+        several = cell.recorded or _keeps_graph()
+        for_v = "v" in layer.needs and (several or not layer.has_v(call))
+        if "g" in layer.needs or for_v:
+            call = replace(call, g=g)
         cell.recorded = True
-        recorded = replace(
-            cell.call,
-            g=g if "g" in layer.needs else None,
-            v=self._post_gradient(layer, cell.call.mark, g) if "v" in layer.needs else None,
-            sampled=cell.sampled,
-        )
-        layer.record(recorded, torch._C._current_graph_task_id())
+        layer.record(call, torch._C._current_graph_task_id())
         if not _keeps_graph():
             cell.let_go()  # no other pass can come this way, and the loss may be kept for long
-
-    def _post_gradient(self, layer: ServedLayer, mark: Mark, g: Tensor) -> Tensor | None:
-        """∂L/∂y that this pass left behind the call's transfer, in the shape of ∂L/∂a."""
-        consumer = detection.resolve(mark, layer.last_width).consumer
-        if consumer is None or consumer.gradient is None:
-            return None
-        v, consumer.gradient = consumer.gradient.reshape(g.shape), None
-        return v
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
         self._layer_of[parameter].commit(torch._C._current_graph_task_id())
@@ -199,6 +193,16 @@ class Capture:
             )
         finally:
             self._sampling = False
+
+
+def _with_post_gradient(call: Call, layer: ServedLayer, g: Tensor) -> Call:
+    """The call with ∂L/∂y that this pass left behind its transfer, in the shape of ∂L/∂a."""
+    finding = detection.resolve(call.mark, layer.last_width)
+    consumer = finding.consumer
+    if consumer is None or consumer.gradient is None:
+        return call
+    v, consumer.gradient = consumer.gradient.reshape(g.shape), None
+    return replace(call, v=v, behind=finding.transfer)
 
 
 class _Output(NamedTuple):

@@ -56,9 +56,10 @@ def falls(problem: LocalProblem, new: Tensors) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether nothing in them is infinite or not a number, on the device of the first."""
-    device = tensors[0].device
-    return torch.stack([t.isfinite().all().to(device) for t in tensors]).all()
+    """Whether nothing in them, which are on one device, is infinite or not a number."""
+    filled = [t for t in tensors if t.numel() > 0] or [tensors[0].new_zeros(1)]
+    largest = torch._foreach_norm(filled, torch.inf)
+    return torch.stack([norm.to(largest[0].dtype) for norm in largest]).isfinite().all()
 
 
 def shorten(moved: Tensor, reference: Tensor, cap: float) -> Tensor:

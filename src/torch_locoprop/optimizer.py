@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection, solver_state
+from torch_locoprop import detection, graphs, solver_state
 from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
@@ -17,6 +17,7 @@ from torch_locoprop.assembly import (
     full_precision,
     gradients_by_gram,
     local_problem,
+    local_problems_before,
     loss_terms,
     method_for,
     running_fisher,
@@ -49,7 +50,7 @@ from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
 from torch_locoprop.survey import check_any_served, patterns_of, survey
-from torch_locoprop.transfers import Transfer, get
+from torch_locoprop.transfers import Linear, Transfer, get
 from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
@@ -96,6 +97,8 @@ class LocoProp(WithFallback):
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
             back. None: all that can.
         diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time.
+        cuda_graph: on a GPU, replay steps that are the same work as those before as a CUDA graph: the
+            same numbers, far sooner, for a copy of the layers' inputs. False: never.
         apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
             displacement, as a gradient, to the optimizer that ``outer`` makes; ``nothing``, for control
             runs, solves everything and applies nothing: weights stay, or get the plain gradient's
@@ -138,6 +141,7 @@ class LocoProp(WithFallback):
         gate: bool = False,
         layers: Iterable[str] | None = None,
         diagnose: bool = False,
+        cuda_graph: bool = True,
         apply: str = "replace",
         outer: OuterFactory | None = None,
         fallback: FallbackFactory | None = None,
@@ -159,6 +163,7 @@ class LocoProp(WithFallback):
         self._fallback_factory = fallback
         self._warned: set[str] = set()
         self._diagnosed: dict[str, dict[str, Tensor | float]] | None = {} if diagnose else None
+        self._replays = cuda_graph
         self._fisher_missing = False
         self._skipped_before: dict[str, int] = {}  # by layers found again after a change of groups
         self._attached = False
@@ -230,12 +235,7 @@ class LocoProp(WithFallback):
             decide(layer, self._output_transfer, self._loss_transfer, in_parts)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
-        directions: dict[nn.Parameter, Tensor] = {}
-        with lanes() as lane:
-            for layer in self._layers:
-                if layer.with_gradient:
-                    with lane(), timed(self._diagnosed, layer.name, layer.given[0].device):
-                        directions |= self._solve(layer, group_of, terms)
+        directions = self._solve_all(group_of, terms)
         if self._outer is not None:
             self._outer.step(directions, lambda p: outer_factor(group_of[p]))
         self._capture.clear()
@@ -244,6 +244,62 @@ class LocoProp(WithFallback):
         self._step_fallback()
         self._plan_capture()
         self._report_skips()
+
+    def _solve_all(
+        self, group_of: dict[nn.Parameter, Group], terms: int
+    ) -> dict[nn.Parameter, Tensor]:
+        """Solve every layer's local problem; on a GPU, by the replay of a graph where that is right."""
+        layers = [layer for layer in self._layers if layer.with_gradient]
+        device = layers[0].given[0].device
+
+        def solve() -> dict[nn.Parameter, Tensor]:
+            directions: dict[nn.Parameter, Tensor] = {}
+            with lanes() as lane:
+                for layer in layers:
+                    with lane(), timed(self._diagnosed, layer.name, layer.given[0].device):
+                        directions |= self._solve(layer, group_of, terms)
+            return directions
+
+        if not self._replays or not graphs.can_record(device):
+            return solve()
+        with self._graphs.rates_on_device(self._local_groups(), device):
+            directions = self._graphs.take(self._key(layers, group_of, terms), layers, solve)
+        if self._graphs.failure is not None:
+            self._warn_once(
+                "graph",
+                f"The step could not be recorded as a CUDA graph ({self._graphs.failure}) and is "
+                "launched kernel by kernel from now on. cuda_graph=False does so from the start.",
+            )
+        return directions
+
+    def _key(
+        self, layers: list[ServedLayer], group_of: dict[nn.Parameter, Group], terms: int
+    ) -> Hashable | None:
+        """Equal for steps that are the same work on the device; None if this one may be its own."""
+        keys: list[Hashable] = [terms, *graphs.precisions()]
+        device = layers[0].given[0].device
+        for layer in layers:
+            group = group_of[layer.given[0]]
+            method = method_for(layer, group, self._components)
+            variant, solver = method.variant, method.solver
+            parts = (variant.loss, variant.target, method.regularizer, layer.transfer or Linear())
+            fixed = graphs.is_plain(layer) and solver.is_fixed_work(local_problems_before(group))
+            if layer.needs or not fixed or not all(map(graphs.is_ours, parts)):
+                return None
+            if layer.given[0].device != device or self._diagnosed is not None:
+                return None
+            trained = layer.with_gradient.values()
+            states = [entry.data_ptr() for p in trained for entry in self.state[p].values()]
+            known = (
+                variant,
+                solver,
+                method.regularizer,
+                layer.transfer,
+                method.local_steps,
+                *states,
+            )
+            keys.append(graphs.key_of(layer, known, [group_of[p] for p in layer.given]))
+        return tuple(keys)
 
     def _solve(
         self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int
@@ -308,7 +364,7 @@ class LocoProp(WithFallback):
         if self._outer is not None:
             return {p: as_gradient(p, moved, ok, group_of[p]) for p, moved in solution.items()}
         for p, value in solution.items():
-            p.copy_(torch.where(ok, value, p))
+            torch.where(ok, value, p, out=p)
         return {}
 
     def _without_fisher(self, layer: ServedLayer, method: Method) -> Method:
@@ -431,7 +487,7 @@ class LocoProp(WithFallback):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
-            "_fallback _outer _apply _patterns _diagnosed _warned _fisher_missing"
+            "_fallback _outer _apply _patterns _diagnosed _replays _warned _fisher_missing"
         )
         own = {name: getattr(self, name) for name in kept.split()}
         own |= {"_fallback_factory": None, "_attached": False}
@@ -455,6 +511,7 @@ class LocoProp(WithFallback):
         check_agreement(self._layers, self._group_of())
         output_transfer = self._output_transfer or self._loss_transfer
         self._capture = Capture(self._model, self._layers, output_transfer)
+        self._graphs = graphs.StepGraphs()
         self._attached = True
         self._plan_capture()
 

@@ -50,6 +50,7 @@ class LocalProblem:
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
+    number: int = 0  # of this problem among all that the layer has had
 
     @cached_property
     def a0(self) -> Tensor:

@@ -38,8 +38,9 @@ class Call:
     x: Tensor
     mark: Mark  # of the call's node in the autograd graph
     shape: torch.Size  # of the output
-    g: Tensor | None = None  # ∂L/∂a, where asked for
-    v: Tensor | None = None  # ∂L/∂y, where asked for and the transfer is in the graph
+    g: Tensor | None = None  # ∂L/∂a, where asked for, or for v where that does not serve
+    v: Tensor | None = None  # ∂L/∂y, where asked for and a transfer is in the graph
+    behind: Transfer | None = None  # that transfer
     sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, where asked for
     traced: bool = True  # the graph around the call was searched
     recomputed: bool = False  # the call was made inside a backward pass
@@ -61,7 +62,8 @@ class Call:
 
     def with_more(self, other: Call) -> Call:
         """The same call after another backward pass through it: gradients add up, rows do not."""
-        return replace(self, g=_sum(self.g, other.g), v=_sum(self.v, other.v))
+        v = _sum(self.v, other.v) if self.behind == other.behind else None
+        return replace(self, g=_sum(self.g, other.g), v=v)
 
     def times(self, factor: Tensor) -> Call:
         """The call with other gradients."""
@@ -274,11 +276,29 @@ class ServedLayer:
         """∂L/∂a ``[rows, d]``, where recorded."""
         return self._joined([call.g for call in self.calls])
 
+    def has_v(self, call: Call) -> bool:
+        """Whether ∂L/∂y was recorded behind the layer's own transfer."""
+        return call.v is not None and call.behind == self.transfer
+
     def post_gradients(self) -> Tensor | None:
-        """∂L/∂y ``[rows, d]`` from behind the transfer; None where that is not in the graph."""
-        if any(finding.transfer != self.transfer for finding in self.findings()):
+        """∂L/∂y ``[rows, d]`` from behind the transfer; None where a call's is not in the graph."""
+        return self._joined([call.v if self.has_v(call) else None for call in self.calls])
+
+    def pulled_back(self, a: Tensor) -> Tensor | None:
+        """∂L/∂y ``[rows, d]`` from ∂L/∂a at ``a``, for the calls that have none behind the transfer."""
+        recorded = [call.v if self.has_v(call) else call.g for call in self.calls]
+        rows = self._joined(recorded)
+        if rows is None or self.transfer is None:
             return None
-        return self._joined([call.v for call in self.calls])
+        v = self.transfer.pull_back(a, rows)
+        sizes = [self.kind.rows(t).shape[-2] for t in recorded if t is not None]
+        parts = zip(
+            self.calls, torch.split(v, sizes, -2), torch.split(rows, sizes, -2), strict=True
+        )
+        for call, pulled, own in parts:
+            if self.has_v(call):
+                pulled.copy_(own)
+        return v
 
     def sampled(self) -> Tensor | None:
         """∂L/∂a ``[rows, d]`` for sampled labels, where drawn."""

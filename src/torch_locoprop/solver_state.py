@@ -24,7 +24,8 @@ def keep(state: Tensors, new: Tensors, ok: Tensor) -> None:
     """
     if all(_fits(state.get(key), entry) for key, entry in new.items()):
         for key, entry in new.items():
-            state[key].copy_(torch.where(ok.to(entry.device), entry, state[key]))
+            if entry is not state[key]:
+                torch.where(ok.to(entry.device), entry, state[key], out=state[key])
     elif bool(ok):
         state.update(new)
 

@@ -29,7 +29,7 @@ class Target:
     """Base of all targets; subclass it for your own.
 
     ``needs`` lists what must be recorded during the backward pass: ``"g"`` for ∂L/∂a, ``"v"`` for
-    ∂L/∂y, ``"fisher"`` for a sampled Fisher matrix of the pre-activations.
+    ∂L/∂y, ``"fisher"`` for a sampled Fisher matrix of the pre-activations. The rest is None.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"g"})
@@ -87,7 +87,7 @@ class MirrorDescent(BackPropTarget):
 class PostGradientDescent(BackPropTarget):
     """``y* = f(a) − γ ∂L/∂y`` (Algorithm 3, PocoProp-S)."""
 
-    needs = frozenset({"g", "v"})
+    needs = frozenset({"v"})
 
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
@@ -98,7 +98,7 @@ class PostGradientDescent(BackPropTarget):
 class DualMirrorDescent(BackPropTarget):
     """``a* = a − γ ∂L/∂y`` (Algorithm 4, PocoProp-M)."""
 
-    needs = frozenset({"g", "v"})
+    needs = frozenset({"v"})
 
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number

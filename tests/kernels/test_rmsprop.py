@@ -1,26 +1,13 @@
 """The fused RMSProp equals the plain one: on a GPU, or by Triton's interpreter where there is none."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
-from torch_locoprop import kernels
+from torch_locoprop.kernels import rmsprop
 from torch_locoprop.solvers import SOLVERS
 from torch_locoprop.solvers.base import Numbers
 from torch_locoprop.solvers.first_order import RmsProp
-
-
-@pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    pytest.importorskip("triton", reason="Triton comes with torch for GPUs")
-    if torch.cuda.is_available():
-        yield "cuda"
-        return
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
-    monkeypatch.setattr(kernels.rmsprop, "INTERPRETED", True)
-    yield "cpu"
 
 
 def numbers(members: int | None, device: str, dtype: torch.dtype = torch.float32) -> Numbers:
@@ -47,7 +34,7 @@ def test_equals_the_plain_steps(device: str, members: int | None, shape: tuple[i
     own = numbers(members, device)
     tensor, solver = start.clone(), RmsProp()
     state = solver.init(tensor, own.at(1.0, tensor))
-    assert kernels.rmsprop.fits([tensor, *gradients, *state.values()], [own.lr, own.eps])
+    assert rmsprop.fits([tensor, *gradients, *state.values()], [own.lr, own.eps])
     for gradient in gradients:
         solver.advance_(tensor, gradient, state, own, 0.75)
     for ours, theirs in zip(
@@ -72,13 +59,13 @@ def test_a_rate_on_the_device_is_read_when_the_step_runs(device: str) -> None:
 
 def test_other_dtypes_and_layouts_take_the_plain_way(device: str) -> None:
     double = torch.zeros(4, 4, dtype=torch.float64, device=device)
-    assert not kernels.rmsprop.fits([double], [])
-    assert not kernels.rmsprop.fits([double.float().T[:, 1:]], [])
-    assert not kernels.rmsprop.fits([double.float()], [torch.ones(2, dtype=torch.float64)])
+    assert not rmsprop.fits([double], [])
+    assert not rmsprop.fits([double.float().T[:, 1:]], [])
+    assert not rmsprop.fits([double.float()], [torch.ones(2, dtype=torch.float64)])
 
 
 def test_the_cpu_takes_the_plain_way() -> None:
-    assert not kernels.rmsprop.fits([torch.zeros(3)], [1.0])
+    assert not rmsprop.fits([torch.zeros(3)], [1.0])
 
 
 @pytest.mark.parametrize("members", [None, 3])

@@ -51,6 +51,13 @@ class Solver:
         """Return the new tensors and the new states; change neither argument."""
         raise NotImplementedError
 
+    def is_fixed_work(self, number: int) -> bool:
+        """Whether a layer's problem of that number is solved by a fixed sequence of device operations.
+
+        Such can be replayed as a CUDA graph, which runs none of this code again.
+        """
+        return False
+
 
 LOCAL_DECAYS = ("linear", "constant")
 

@@ -15,6 +15,8 @@ and for transfers of constant slope.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -69,11 +71,14 @@ class Exact(Solver):
         eta = spread(numbers[owner].lr, gradient)
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
-        if self.every == 1 and self.decay == 0 and self.damping is None:
-            x = problem.inputs * problem.row_weight**0.5
-            found = implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
-        else:
-            found, state = self._on_running_gram(problem, gradient, h, state, eta)
+        with _full_products():
+            if self.every == 1 and self.decay == 0 and self.damping is None:
+                x = problem.inputs * problem.row_weight**0.5
+                found = (
+                    implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
+                )
+            else:
+                found, state = self._on_running_gram(problem, gradient, h, state, eta)
         moved = split(found, problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
         return new, {**states, owner: state}
@@ -86,12 +91,11 @@ class Exact(Solver):
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
         if any(each.shape[-1] != x.shape[-1] for each in known):  # a bias was frozen or thawed
             state = {}
-        step = state.get("step", torch.zeros((), dtype=torch.float32))
-        renew = int(step.item()) % self.every == 0
+        renew = self._renews(problem.number) or not {"inverse", "eigenvectors"} & set(state)
         gram = state.get("gram")
         if renew or self.decay > 0:
             gram = running_average(gram, (problem.row_weight * x).mT @ x, self.decay)
-        kept: Tensors = {"step": step + 1}
+        kept: Tensors = {}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram
         if h is None:
@@ -114,10 +118,28 @@ class Exact(Solver):
         shift = self.damping * values.mean(-1)[..., None, None]
         return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
 
+    def is_fixed_work(self, number: int) -> bool:
+        return not self._renews(number)
+
+    def _renews(self, number: int) -> bool:
+        return number % self.every == 0
+
     def _system(self, gram: Tensor, eta: Number) -> Tensor:
         if self.damping is not None:
             return damped(gram, self.damping)
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
+
+
+@contextmanager
+def _full_products() -> Iterator[None]:
+    """Products with all digits of float32: those of TF32 do not do for an inverse."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:

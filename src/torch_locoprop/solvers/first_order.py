@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_locoprop import kernels
+from torch_locoprop.kernels import local, rmsprop
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
 from torch_locoprop.spread import Number
@@ -64,6 +64,9 @@ class FirstOrder(Solver):
                     start, eta = problem.start[name], numbers[name].at(rate, at[name]).lr
                     at[name] = start + regularizer.prox(at[name] - start, eta)
         return at, states
+
+    def is_fixed_work(self, number: int) -> bool:
+        return type(self).__module__ == __name__  # what others' do on the host is theirs to say
 
 
 class Sgd(FirstOrder):
@@ -124,15 +127,32 @@ class RmsProp(FirstOrder):
         m = numbers.momentum * state["momentum"] + numbers.lr * gradient * (v + numbers.eps).rsqrt()
         return m, {"square": v, "momentum": m}
 
+    def solve(
+        self,
+        problem: LocalProblem,
+        states: dict[str, Tensors],
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        local_decay: str,
+    ) -> tuple[Tensors, dict[str, Tensors]]:
+        if not self._is_plain or not local.fits(problem, states, numbers):
+            return super().solve(problem, states, numbers, local_steps, local_decay)
+        states = {
+            name: states[name] or self.init(tensor, numbers[name].at(1.0, tensor))
+            for name, tensor in problem.start.items()
+        }
+        return local.solve(problem, states, numbers, local_steps, local_decay)
+
     def advance_(
         self, tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
     ) -> None:
         v, m = state["square"], state["momentum"]
         own = (numbers.lr, numbers.momentum, numbers.decay, numbers.eps)
-        if type(self).step is not RmsProp.step:  # a subclass with a rule of its own
+        if not self._is_plain:
             super().advance_(tensor, gradient, state, numbers, rate)
-        elif kernels.rmsprop.fits([tensor, gradient, v, m], own):
-            kernels.rmsprop.step_(tensor, gradient, v, m, own, rate)
+        elif rmsprop.fits([tensor, gradient, v, m], own):
+            moving = rmsprop.Moving(tensor, v, m)
+            rmsprop.step(moving, moving, gradient, own, rate)
         elif any(isinstance(number, Tensor) for number in own):
             super().advance_(tensor, gradient, state, numbers, rate)
         else:
@@ -140,6 +160,11 @@ class RmsProp(FirstOrder):
             v.lerp_(gradient.square(), 1 - rho)
             m.mul_(mu).addcmul_(gradient, (v + eps).rsqrt_(), value=eta * rate)
             tensor.sub_(m)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether this is no subclass with a rule of its own."""
+        return type(self).step is RmsProp.step
 
 
 class Adam(FirstOrder):

@@ -12,9 +12,10 @@ from matplotlib.figure import Figure
 
 from torch_locoprop.study import runner
 from torch_locoprop.study.figures import captions, catalog, curves, style
-from torch_locoprop.study.figures.catalog import LossFigure
+from torch_locoprop.study.figures.catalog import LossFigure, Series
 from torch_locoprop.study.figures.curves import Drawn
 from torch_locoprop.study.figures.gather import Found
+from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.run_folder import Metrics
 from torch_locoprop.study.runner import RunResult
 
@@ -69,6 +70,20 @@ def test_a_line_above_the_picture_is_marked() -> None:
     assert bottom < 40 < 61 <= top < 95
 
 
+def test_a_wide_range_of_losses_is_drawn_on_a_logarithmic_scale() -> None:
+    stuck, late = [545.0] + 10 * [206.0], [545.0] + 5 * [207.0] + [120.0, 80.0, 70.0, 65.0, 62.0]
+    lines = [line("adam", found("adam", stuck)), line("rmsprop", found("rmsprop", late))]
+    lines += [line("locoprop-m", found("locoprop-m", FALLING))]
+    axes = picture(lines).axes[0]
+    assert axes.get_yscale() == "log"
+    assert axes.get_ylabel() == "train loss, log scale"
+    bottom, top = axes.get_ylim()
+    assert 30 < bottom < 40
+    assert 206 < top < 300
+    narrow = picture(lines[2:]).axes[0]
+    assert (narrow.get_yscale(), narrow.get_ylabel()) == ("linear", "train loss")
+
+
 def test_seeds_are_a_mean_and_a_band() -> None:
     runs = [
         found("adam", [x + shift for x in FALLING], seed=n) for n, shift in enumerate((0, 3, 6))
@@ -94,6 +109,17 @@ def test_seconds_are_epochs_times_the_clock() -> None:
     assert len(timed) == 1  # the line that was not timed is not drawn
     assert np.allclose(timed[0].get_xdata(), 0.5 * np.arange(1, 11))
     assert by_seconds.get_xscale() == "log"
+    assert [text.get_text() for text in by_seconds.texts] == ["not timed: SGD"]
+
+
+def test_seconds_begin_where_the_first_line_comes_into_the_picture() -> None:
+    from_above = [100.0, 90.0, 80.0, *FALLING[1:]]
+    lines = [line("adam", found("adam", from_above), seconds=0.5)]
+    lines += [line("sgd", found("sgd", FALLING), seconds=10.0)]
+    _, by_seconds = picture(lines).axes
+    top = by_seconds.get_ylim()[1]
+    first = 0.5 * next(n for n, loss in enumerate(from_above) if loss <= top)
+    assert 0.5 < by_seconds.get_xlim()[0] < first < by_seconds.get_xlim()[1]
 
 
 def test_an_empty_panel_says_so() -> None:
@@ -168,6 +194,43 @@ def test_the_footer_says_where_settings_come_from() -> None:
     figure = catalog.loss_figure("standard", small.SCALE)
     text = footer(figure, runs, "", (), "")
     assert "Settings: Adam, Muon: given; Nesterov: untuned, as momentum." in text
+
+
+def protocol_run(series: Series) -> Found:
+    rows = tuple(Metrics(n, x, x, n, 1.0, False) for n, x in enumerate(FALLING))
+    config = replace(series.config, seed=2, device="cuda", precision="tf32")
+    return Found(RunResult(Path("run"), config, rows), DATA, ENVIRONMENT)
+
+
+def test_settings_of_one_task_have_an_origin_of_their_own() -> None:
+    figure = catalog.loss_figure("deep", PROTOCOL)
+    runs = [protocol_run(each) for each in figure.panels[0].series[:2]]
+    text = footer(figure, runs, "", (), "")
+    assert (
+        "RMSProp: the best of three rates for this model; Adam: tuned on mnist, 32 trials. "
+        "Tuned on mnist: with the standard model, tanh, batches of 1000." in text
+    )
+    standard = catalog.loss_figure("standard", PROTOCOL)
+    assert "with the standard model" not in footer(
+        standard, [protocol_run(each) for each in standard.panels[0].series[:2]], "", (), ""
+    )
+
+
+def test_with_several_tasks_the_origin_names_its_own() -> None:
+    figure = catalog.loss_figure("test-losses", PROTOCOL)
+    runs = [protocol_run(panel.series[0]) for panel in figure.panels]
+    assert (
+        "RMSProp (wide), RMSProp (deep): the best of three rates for this model; "
+        "RMSProp (relu), RMSProp (fashion-mnist), RMSProp (curves): tuned on mnist, the best of"
+        in footer(figure, runs, "", (), "")
+    )
+
+
+def test_solvers_are_named_with_their_own_searches() -> None:
+    figure = catalog.loss_figure("inner-solvers", PROTOCOL)
+    text = footer(figure, [protocol_run(each) for each in figure.panels[0].series], "", (), "")
+    assert "local SGD, local Adagrad: tuned on mnist, 8 trials of 30 epochs" in text
+    assert "local RMSProp: reference." in text
 
 
 def test_settings_that_were_found_at_another_number_of_iterations_are_called_that() -> None:

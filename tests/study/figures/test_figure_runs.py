@@ -89,6 +89,17 @@ def test_only_existing_runs_nothing_and_names_what_is_missing(
     assert executed == []
 
 
+def test_a_run_that_was_cut_off_is_called_that(tmp_path: Path) -> None:
+    runs, data = tmp_path / "runs", small.IMAGES.load("curves")
+    for method in ("adam", "rmsprop"):
+        runner.run(small.SCALE.series("relu", method).config, runs / method, data=data)
+    metrics = runs / "rmsprop" / "metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:-1]))
+    (made,) = small.Making(small.order(tmp_path, only_existing=True))("relu")
+    assert made.runs == (runs / "adam",)
+    assert "RMSProp (not finished)" in made.missing
+
+
 def rewrite(folder: Path, part: str, **values: Any) -> None:
     description = RunFolder(folder).description()
     description[part].update(values)

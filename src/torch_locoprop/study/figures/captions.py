@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.figures.catalog import LossFigure
+from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
 from torch_locoprop.study.figures.gather import Found, where_made
 from torch_locoprop.study.figures.names import DATA, label
 from torch_locoprop.study.runner import RunResult
@@ -39,7 +40,7 @@ def footer_of(
         + (": mean, lowest and highest" if len(seeds) > 1 else ""),
         where_made(runs),
     ]
-    lines = [" · ".join(facts), _origins(runs)]
+    lines = [" · ".join(facts), _origins(figure, runs)]
     if timed_on:
         lines.append(f"Seconds: each method alone for some epochs on {timed_on}.{_graphs(runs)}")
     if missing:
@@ -54,26 +55,53 @@ def _graphs(runs: Sequence[Found]) -> str:
     return " LocoProp and first-order methods replay CUDA graphs, the others run eagerly."
 
 
-def _origins(runs: Sequence[Found]) -> str:
+def _origins(figure: LossFigure, runs: Sequence[Found]) -> str:
     """Where the settings come from: a figure compares searches as much as methods."""
     by_origin: dict[str, list[str]] = {}
     for run in runs:
-        origin, name = _origin(run.result)
+        origin, name = _origin(figure, run.result)
         by_origin.setdefault(origin, []).append(name)
-    if len(by_origin) == 1:
-        return f"Settings: {next(iter(by_origin))}."
-    told = (f"{', '.join(_unique(names))}: {origin}" for origin, names in by_origin.items())
-    return f"Settings: {'; '.join(told)}."
+    told = [f"{', '.join(_unique(names))}: {origin}" for origin, names in by_origin.items()]
+    settings = next(iter(by_origin)) if len(told) == 1 else "; ".join(told)
+    return f"Settings: {settings}.{_tuned_elsewhere(by_origin, runs)}"
 
 
-def _origin(result: RunResult) -> tuple[str, str]:
+def _tuned_elsewhere(origins: Iterable[str], runs: Sequence[Found]) -> str:
+    """On another task than that of the searches, what that was."""
+    tasks = {(run.config.model, run.config.transfer, run.config.batch_size) for run in runs}
+    if tasks <= {("standard", "tanh", 1000)} or not any(methods.TUNED in o for o in origins):
+        return ""
+    return f" {methods.TUNED.capitalize()}: with the standard model, tanh, batches of 1000."
+
+
+def _origin(figure: LossFigure, result: RunResult) -> tuple[str, str]:
     """Where the settings of a run come from, and its name among others with the same origin."""
+    planned = _planned(figure, result.config)
+    if planned:
+        panel, series = planned
+        if "solver" in series.fixed:
+            return series.origin or result.origin, series.label
+        if series.origin:
+            several = len({each.task for each in figure.panels}) > 1
+            return series.origin, series.label + (f" ({panel.task})" if several else "")
     method, settings = methods.get(result.config.method), result.config.settings
     changed = {name for name, value in method.settings.items() if settings[name] != value}
     if changed != {"local_steps"}:
         return result.origin, label(method.name)
     searched = f"{method.source}, at T = {method.settings['local_steps']}"
     return searched, f"{label(method.name)} with T = {settings['local_steps']}"
+
+
+def _planned(figure: LossFigure, made: RunConfig) -> tuple[Panel, Series] | None:
+    """The line that asked for the run, at whatever seed and wherever it was made."""
+    for panel in figure.panels:
+        for series in panel.series:
+            planned = replace(
+                series.config, seed=made.seed, device=made.device, precision=made.precision
+            )
+            if planned == made:
+                return panel, series
+    return None
 
 
 def _task(config: RunConfig) -> str:

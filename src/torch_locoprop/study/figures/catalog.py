@@ -18,6 +18,9 @@ Settings = Mapping[str, Any]
 Loss = Literal["train_loss", "test_loss"]
 Axis = Literal["epoch", "seconds"]
 
+SOLVERS = "solvers"
+"""Where a scale has the origins of its solvers' settings."""
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -51,13 +54,15 @@ class Series:
     """A line of a figure: a run, the same at every seed.
 
     `fixed` are the settings that make it another line than its neighbours, which tuned settings
-    leave alone; `painted_as` is the method or solver whose colour it has.
+    leave alone; `painted_as` is the method or solver whose colour it has; `origin` tells where
+    settings come from that are not the method's own.
     """
 
     label: str
     config: RunConfig
     painted_as: str
     fixed: Settings = field(default_factory=dict)
+    origin: str = ""
 
     @property
     def variant(self) -> int:
@@ -104,9 +109,10 @@ class Scale:
     """The tasks, each as fields of a `RunConfig`, and the methods and settings to take on them.
 
     `settings` belong to a method on every task, `special` to a method on one task; `solvers` are the
-    settings of LocoProp-M with each solver. `images` are how many to train and test on, of the
-    embedded data; None takes the whole data set of the task. `threads` are those of each process;
-    None leaves the cores to one run, or divides them among the runs.
+    settings of LocoProp-M with each solver. `origins` tell where the latter two come from, by task or
+    `SOLVERS`. `images` are how many to train and test on, of the embedded data; None takes the whole
+    data set of the task. `threads` are those of each process; None leaves the cores to one run, or
+    divides them among the runs.
     """
 
     tasks: Mapping[str, Settings]
@@ -114,6 +120,7 @@ class Scale:
     settings: Mapping[str, Settings]
     special: Mapping[str, Mapping[str, Settings]]
     solvers: Mapping[str, Settings]
+    origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     images: tuple[int, int] | None = None
     threads: int | None = None
     note: str = ""
@@ -123,7 +130,8 @@ class Scale:
         base = method.partition("@")[0]
         own = {**self.settings.get(base, {}), **self.special.get(task, {}).get(base, {}), **fixed}
         config = RunConfig(method, own, **self.tasks[task])
-        return Series(name or label(method), config, base, fixed)
+        origin = self.origins.get(task, {}).get(base, "")
+        return Series(name or label(method), config, base, fixed, origin)
 
 
 FIRST_ORDER = ("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop")
@@ -193,7 +201,8 @@ def _by_solver(scale: Scale) -> tuple[Series, ...]:
     for solver, settings in scale.solvers.items():
         own = {**scale.settings.get("locoprop-m", {}), **settings, "solver": solver}
         config = RunConfig("locoprop-m", own, **scale.tasks["standard"])
-        lines.append(Series(f"local {label(solver)}", config, solver, {"solver": solver}))
+        origin = scale.origins.get(SOLVERS, {}).get(solver, "")
+        lines.append(Series(f"local {label(solver)}", config, solver, {"solver": solver}, origin))
     return tuple(lines)
 
 

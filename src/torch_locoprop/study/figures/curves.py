@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -19,6 +21,9 @@ from torch_locoprop.study.figures.gather import Found
 
 COLUMNS = 3
 """Panels beside each other, at most."""
+
+LOGARITHMIC = 2.25
+"""From this ratio of the highest to the lowest loss in a panel, its scale is logarithmic."""
 
 Floats = npt.NDArray[np.float64]
 
@@ -105,7 +110,8 @@ def _panel(axes: Axes, panel: Panel, lines: Sequence[Drawn]) -> None:
     for line in lines:
         _line(axes, panel, line)
     _limit(axes, [line.losses(panel.loss) for line in lines if not line.diverged])
-    axes.set_ylabel(panel.loss.replace("_", " "))
+    scale = ", log scale" if axes.get_yscale() == "log" else ""
+    axes.set_ylabel(panel.loss.replace("_", " ") + scale)
     axes.set_xlabel("epoch" if panel.by == "epoch" else "seconds of training")
     if not axes.lines:
         axes.set(xticks=[], yticks=[])
@@ -116,10 +122,35 @@ def _panel(axes: Axes, panel: Panel, lines: Sequence[Drawn]) -> None:
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     else:
         axes.set_xscale("log")
-        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.xaxis.set_minor_formatter(NullFormatter())
+        _logarithmic(axes.xaxis, (1, 2, 5))
+        _from_the_first_visible(axes)
+        _name_untimed(axes, lines)
     style.finish(axes, panel.title)
+
+
+def _logarithmic(axis: Axis, ticks: Sequence[float]) -> None:
+    axis.set_major_locator(LogLocator(subs=ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _from_the_first_visible(axes: Axes) -> None:
+    """Begin where the first line comes into the picture: before, there is nothing to see."""
+    top = axes.get_ylim()[1]
+    seen = [
+        np.asarray(line.get_xdata())[np.asarray(line.get_ydata()) <= top] for line in axes.lines
+    ]
+    first = min((float(x.min()) for x in seen if x.size), default=None)
+    if first is not None:
+        axes.set_xlim(left=0.7 * first)
+
+
+def _name_untimed(axes: Axes, lines: Sequence[Drawn]) -> None:
+    """Say in the panel what the legend has and the panel has not."""
+    names = [line.series.label for line in lines if line.seconds is None]
+    if names:
+        text = textwrap.fill(f"not timed: {', '.join(names)}", 36)
+        axes.text(0.03, 0.03, text, transform=axes.transAxes, fontsize=8, color=style.FAINT)
 
 
 def _line(axes: Axes, panel: Panel, line: Drawn) -> None:
@@ -145,6 +176,8 @@ def _limit(axes: Axes, losses: Sequence[Floats]) -> None:
     """From the lowest loss to where half of the lines are after a tenth of the epochs.
 
     Higher, the lines that matter would be pressed together; what stays above is marked in the legend.
+    Where even this is a wide range, as with lines that come from far above or stay there, the scale is
+    logarithmic.
     """
     finite = [each for each in losses if np.isfinite(each).all() and each.shape[1] > 1]
     if not finite:
@@ -153,7 +186,13 @@ def _limit(axes: Axes, losses: Sequence[Floats]) -> None:
     early = float(np.median([each[:, max(1, each.shape[1] // 10)].mean() for each in finite]))
     late = float(np.median([each[:, -1].mean() for each in finite]))
     span = max(early - low, 1.5 * (late - low), 1e-3 * abs(low))
-    axes.set_ylim(low - 0.04 * span, low + 1.05 * span)
+    top = low + 1.05 * span
+    if low > 0 and top / low >= LOGARITHMIC:
+        axes.set_yscale("log")
+        axes.set_ylim(low / (top / low) ** 0.04, top)
+        _logarithmic(axes.yaxis, (1, 1.5, 2, 3, 4, 5, 6, 8))
+    else:
+        axes.set_ylim(low - 0.04 * span, top)
 
 
 def _handles(

@@ -91,6 +91,10 @@ class Library:
         """Return a finished run of the configuration, or None."""
         return next((each for each in self._like(config) if each.result.finished), None)
 
+    def begun(self, config: RunConfig) -> bool:
+        """Whether there is a run of the configuration, finished or not."""
+        return any(True for _ in self._like(config))
+
     def timings(self, config: RunConfig) -> list[Found]:
         """Return the finished runs that timed the configuration."""
         key = timing_key(self.place.on(config), self.place) + TIMINGS

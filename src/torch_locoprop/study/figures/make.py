@@ -92,7 +92,7 @@ class Maker:
         """What can be run of these; of the rest, the reason why not is noted."""
         jobs: dict[str, work.Job] = {}
         for config in configs:
-            reason = "not run" if self.order.only_existing else self._unavailable(config)
+            reason = self._absent(config) if self.order.only_existing else self._unavailable(config)
             if reason:
                 self.reasons.setdefault(_key(config), reason)
                 continue
@@ -124,6 +124,10 @@ class Maker:
                 self.say(f"{ended} of {total} runs: {display.outcome(outcome.result)}")
 
         return done
+
+    def _absent(self, config: RunConfig) -> str:
+        """Why the run is not drawn if nothing is to be run."""
+        return "not finished" if self.library.begun(config) else "not run"
 
     def _unavailable(self, config: RunConfig) -> str:
         """Why the method cannot be run here, or nothing."""

@@ -35,7 +35,7 @@ def _series(series: Series, tuned: Sequence[RunConfig]) -> Series:
         return series
     best = max(fitting, key=lambda config: _agreement(config, series))
     settings = {**best.settings, **_own(series)}
-    return replace(series, config=replace(series.config, settings=settings))
+    return replace(series, config=replace(series.config, settings=settings), origin="")
 
 
 def _fits(config: RunConfig, series: Series) -> bool:

@@ -1,0 +1,194 @@
+"""The local problems of a step as a CUDA graph, for steps that are the same work again and again.
+
+In an ordinary loop the host launches every kernel of every local iteration, and that takes longer than
+the kernels do. A graph launches all of them at once, but knows fixed addresses only. So whatever a
+backward pass leaves elsewhere each time, inputs and gradients, is copied to where the graph reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torch_locoprop.groups import LAYER_SETTINGS, Group
+from torch_locoprop.served import Call, ServedLayer
+
+Directions = dict[nn.Parameter, Tensor]
+Solve = Callable[[], Directions]
+
+EAGER_STEPS = (
+    3  # of one kind, before it is recorded: states come into being, libraries choose kernels
+)
+KINDS = (
+    4  # of steps to know at a time: a batch that is smaller now and then, local problems at times
+)
+
+
+class Recording:
+    """A CUDA graph and what it returns."""
+
+    def __init__(self, solve: Solve) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        # Other threads, such as those that load data, may go on with whatever they do.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self.result = solve()
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether work on the device can be recorded now: not inside a recording of the user's own."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+@dataclass
+class _Kind:
+    """Steps that are the same work."""
+
+    taken: int = 0
+    recording: Recording | None = None
+    reads: Sequence[Tensor] = ()  # where the graph reads what backward passes leave
+
+
+class StepGraphs:
+    """Takes the local steps of one optimizer: as they stand at first, and then by replay."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, _Kind] = {}
+        self._rates: dict[int, Tensor] = {}
+        self.failure: str | None = None  # why nothing is recorded any more
+
+    def take(self, key: Hashable | None, layers: Sequence[ServedLayer], solve: Solve) -> Directions:
+        """Solve all problems; steps with equal keys, which None has not, are the same work."""
+        if key is None or self.failure is not None:
+            return solve()
+        kind = self._kinds.pop(key, None) or _Kind()
+        self._kinds[key] = kind  # as the newest
+        if len(self._kinds) > KINDS:
+            del self._kinds[next(iter(self._kinds))]
+        kind.taken += 1
+        if kind.taken <= EAGER_STEPS:
+            return solve()
+        if kind.recording is None:
+            try:
+                kind.reads, kind.recording = _recorded(layers, solve)
+            except RuntimeError as error:
+                self.failure = str(error)
+                return solve()
+        else:
+            torch._foreach_copy_(list(kind.reads), _left_by_backward(layers))
+        kind.recording.replay()
+        return kind.recording.result
+
+    @contextmanager
+    def rates_on_device(self, groups: Sequence[Group], device: torch.device) -> Iterator[None]:
+        """Learning rates where a graph reads them; from the first step on, to round alike in all."""
+        given = [group["lr"] for group in groups]
+        try:
+            for index, group in enumerate(groups):
+                if not isinstance(group["lr"], Tensor):
+                    group["lr"] = self._rate(index, group, device)
+            yield
+        finally:
+            for group, lr in zip(groups, given, strict=True):
+                group["lr"] = lr
+
+    def _rate(self, index: int, group: Group, device: torch.device) -> Tensor:
+        wide = group["params"][0].dtype == torch.float64
+        dtype = torch.float64 if wide else torch.float32
+        rate = self._rates.get(index)
+        if rate is None or (rate.dtype, rate.device) != (dtype, device):
+            rate = self._rates[index] = torch.empty((), dtype=dtype, device=device)
+        return rate.fill_(group["lr"])
+
+
+def key_of(layer: ServedLayer, parts: Sequence[Any], groups: Sequence[Group]) -> Hashable:
+    """What makes the work on a layer what it is, but for the numbers in its tensors."""
+    tensors = [(p.data_ptr(), _form(p), _form(p.grad)) for p in layer.tensors.values()]
+    settings = [tuple(map(group.get, _SETTINGS)) for group in groups]
+    rates = [lr.data_ptr() for lr in (group["lr"] for group in groups) if isinstance(lr, Tensor)]
+    counts = [each.data_ptr() for each in layer.counts.values() if isinstance(each, Tensor)]
+    calls = [
+        (call.shape, None if call.kept is None else len(call.kept), *map(_form, _inputs(call)))
+        for call in layer.calls
+    ]
+    known = [part if isinstance(part, int) else id(part) for part in parts]
+    return layer.name, *known, *tensors, *settings, *rates, *counts, *calls
+
+
+_SETTINGS = (*LAYER_SETTINGS, "momentum", "decay", "eps", "weight_decay", "local_lr")
+
+
+def precisions() -> tuple[str, str]:
+    """Those of matrix products and convolutions, which a graph keeps as they were."""
+    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    return cuda.fp32_precision, cudnn.fp32_precision
+
+
+def is_plain(layer: ServedLayer) -> bool:
+    """Whether all that a graph would copy for the layer is there and can be copied."""
+    tensors = [tensor for call in layer.calls for tensor in _inputs(call)]
+    tensors += [p.grad for p in layer.with_gradient.values() if p.grad is not None]
+    return bool(layer.calls) and all(t.layout == torch.strided for t in tensors)
+
+
+def is_ours(part: object) -> bool:
+    """Whether the class is this library's: of others' it is not known what they do on the host."""
+    return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
+def _form(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _inputs(call: Call) -> list[Tensor]:
+    """The tensors of a call that its local problem reads."""
+    if call.gram is None:
+        return [call.x]
+    rows = call.gram.rows
+    return [call.gram.square, call.gram.total, *([rows] if isinstance(rows, Tensor) else [])]
+
+
+def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
+    """The call with other tensors for those of ``_inputs``."""
+    if call.gram is None:
+        return replace(call, x=next(inputs))
+    gram = replace(call.gram, square=next(inputs), total=next(inputs))
+    if isinstance(gram.rows, Tensor):
+        gram = replace(gram, rows=next(inputs))
+    return replace(call, gram=gram)
+
+
+def _left_by_backward(layers: Sequence[ServedLayer]) -> list[Tensor]:
+    """Inputs and gradients of all layers, in an order of their own."""
+    inputs = [tensor for layer in layers for call in layer.calls for tensor in _inputs(call)]
+    return [*inputs, *(p.grad for p in _moving(layers) if p.grad is not None)]
+
+
+def _moving(layers: Sequence[ServedLayer]) -> list[nn.Parameter]:
+    return [p for layer in layers for p in layer.with_gradient.values()]
+
+
+def _recorded(layers: Sequence[ServedLayer], solve: Solve) -> tuple[list[Tensor], Recording]:
+    """A recording of the step, not taken yet, and the copies that it reads."""
+    reads = [tensor.clone() for tensor in _left_by_backward(layers)]
+    inputs, moving = iter(reads), _moving(layers)
+    calls = [list(layer.calls) for layer in layers]
+    gradients = [p.grad for p in moving]
+    try:
+        for layer in layers:
+            layer.calls[:] = [_reading(call, inputs) for call in layer.calls]
+        for p, gradient in zip(moving, inputs, strict=True):
+            p.grad = gradient
+        return reads, Recording(solve)
+    finally:
+        for layer, own in zip(layers, calls, strict=True):
+            layer.calls[:] = own
+        for p, old in zip(moving, gradients, strict=True):
+            p.grad = old

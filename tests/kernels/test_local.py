@@ -1,0 +1,143 @@
+"""The fused local iterations equal the plain ones: on a GPU, or by Triton's interpreter."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_locoprop.kernels import local, on_device
+from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.losses import Matching, PostSquared, Squared
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import REGULARIZERS
+from torch_locoprop.solvers.base import Numbers
+from torch_locoprop.solvers.first_order import RmsProp
+from torch_locoprop.targets import GradientDescent, MirrorDescent
+from torch_locoprop.transfers import Transfer, get
+
+NUMBERS = Numbers(1e-3, 0.9, 0.99, 1e-5)
+
+
+def drawn(*shape: int, device: str, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def problem(
+    device: str,
+    transfer: str | Transfer = "tanh",
+    squared: bool = False,
+    members: int | None = None,
+    rows: int = 150,
+    **fields: Any,
+) -> LocalProblem:
+    lead = () if members is None else (members,)
+    start = {
+        "weight": 0.3 * drawn(*lead, 37, 11, device=device, seed=1),
+        "bias": drawn(*lead, 37, device=device, seed=2),
+    }
+    own = {
+        "layer": LinearLayer(),
+        "x": drawn(*lead, rows, 11, device=device, seed=3),
+        "start": start,
+        "fixed": {},
+        "backprop": {k: drawn(*t.shape, device=device, seed=4) for k, t in start.items()},
+        "target": GradientDescent() if squared else MirrorDescent(),
+        "loss": Squared() if squared else Matching(),
+        "transfer": get(transfer),
+        "gamma": 10.0,
+        "eta": 1e-3,
+        "regularizer": REGULARIZERS["none"],
+    }
+    return LocalProblem(**{**own, **fields})
+
+
+def both_ways(
+    of: LocalProblem, monkeypatch: pytest.MonkeyPatch, numbers: Numbers = NUMBERS, steps: int = 4
+) -> None:
+    """Two steps in a row, so that states count."""
+    each = dict.fromkeys(of.start, numbers)
+    found = []
+    for switched_off in (True, False):
+        monkeypatch.setattr(on_device, "SWITCHED_OFF", switched_off)
+        assert local.fits(of, {name: {} for name in of.start}, each) is not switched_off
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in of.start}
+        now, outcome = of, []
+        for _ in range(2):
+            before = {name: tensor.clone() for name, tensor in now.start.items()}
+            new, states = RmsProp().solve(now, states, each, steps, "linear")
+            for name, tensor in before.items():
+                assert torch.equal(now.start[name], tensor)
+            now = replace(now, start=new)
+            outcome += [*new.values(), *(e for state in states.values() for e in state.values())]
+        found.append(outcome)
+    for theirs, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-4, atol=2e-6)
+
+
+@pytest.mark.parametrize("transfer", ["tanh", "sigmoid", "relu", "linear"])
+@pytest.mark.parametrize("rows", [5, 150])
+def test_matching_loss(
+    device: str, transfer: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both_ways(problem(device, transfer, rows=rows), monkeypatch)
+
+
+@pytest.mark.parametrize("rows", [5, 150], ids=["by rows", "by the Gram matrix"])
+def test_squared_loss(device: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_ways(problem(device, squared=True, rows=rows), monkeypatch)
+
+
+def test_means_over_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_ways(problem(device, row_weight=1 / 150), monkeypatch)
+
+
+def test_a_frozen_bias(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = problem(device)
+    only, backprop = ({"weight": of["weight"]} for of in (whole.start, whole.backprop))
+    fixed = {"bias": whole.start["bias"]}
+    both_ways(replace(whole, start=only, backprop=backprop, fixed=fixed), monkeypatch)
+
+
+def test_one_iteration(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    both_ways(problem(device), monkeypatch, steps=1)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["numbers of its own", "the same numbers"])
+@pytest.mark.parametrize("rows", [5, 150])
+def test_a_population(device: str, own: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = torch.tensor([1e-3, 2e-3, 3e-3], device=device) if own else 1e-3
+    numbers = replace(NUMBERS, lr=rates)
+    both_ways(problem(device, members=3, rows=rows), monkeypatch, numbers)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"regularizer": REGULARIZERS["l2"]},
+        {"regularizer": REGULARIZERS["l1"]},
+        {"loss": PostSquared()},
+        {"transfer": get("softplus")},
+        {"row_weight": torch.ones(150, 1)},
+        {"g": torch.ones(150, 37)},
+        {"base": {"weight": torch.zeros(37, 11)}},
+        {"x": torch.zeros(150, 11, dtype=torch.float64)},
+    ],
+    ids=["l2", "l1", "loss", "transfer", "rows count more than once", "g", "relative", "dtype"],
+)
+def test_what_they_do_not_do_is_left_to_the_plain_way(device: str, change: dict[str, Any]) -> None:
+    each = {"weight": NUMBERS, "bias": NUMBERS}
+    states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
+    assert local.fits(problem(device), states, each)
+    assert not local.fits(replace(problem(device), **change), states, each)
+
+
+def test_what_is_not_finite_stays_so(device: str) -> None:
+    """The optimizer looks for it: a rectifier that made a number of it would hide the damage."""
+    broken = problem(device, "relu")
+    broken.x[0, 0] = torch.nan
+    states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
+    new, _ = RmsProp().solve(broken, states, {"weight": NUMBERS, "bias": NUMBERS}, 2, "linear")
+    assert not new["weight"].isfinite().all()
+    assert not new["bias"].isfinite().all()

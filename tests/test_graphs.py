@@ -1,0 +1,246 @@
+"""Steps by replay equal steps as they stand.
+
+On a GPU the replay is a CUDA graph. Elsewhere a list of operations takes its place that, like a graph,
+knows addresses only: whatever the library forgot to copy there, or did on the host, shows.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from torch_locoprop import LocoProp, graphs
+from torch_locoprop.solvers import Exact
+from torch_locoprop.solvers.first_order import Sgd
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
+
+
+class Operations(TorchDispatchMode):
+    """Notes every operation with the very tensors it read and made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten._local_scalar_dense.default, "the host looked at a number"
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        self.noted.append((func, args, kwargs, result))
+        return result
+
+
+class Emulated:
+    """What `graphs.Recording` is on a GPU; it takes the step while recording it."""
+
+    made = 0
+    replayed = 0
+
+    def __init__(self, solve: graphs.Solve) -> None:
+        Emulated.made += 1
+        with Operations() as operations:
+            self.result = solve()
+        self._operations = operations.noted
+        self._taken = True
+
+    def replay(self) -> None:
+        if self._taken:
+            self._taken = False
+            return
+        Emulated.replayed += 1
+        for func, args, kwargs, result in self._operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture(autouse=True)
+def _replays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Emulated, "made", 0)
+    monkeypatch.setattr(Emulated, "replayed", 0)
+    if not GPU:
+        monkeypatch.setattr(graphs, "Recording", Emulated)
+        monkeypatch.setattr(graphs, "can_record", lambda device: True)
+
+
+def network(convolutional: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    if convolutional:
+        layers: list[nn.Module] = [nn.Conv2d(1, 4, 3, stride=2), nn.Tanh(), nn.Flatten()]
+        layers += [nn.Linear(4 * 9, 6), nn.ReLU(), nn.Linear(6, 5)]
+    else:
+        layers = [nn.Linear(49, 12), nn.Tanh(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 5)]
+    return nn.Sequential(*layers).to(DEVICE, torch.float64)
+
+
+def batch(step: int, rows: int = 20, convolutional: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(step)
+    images = torch.randn(rows, 49, generator=generator, dtype=torch.float64)
+    return (images.unflatten(1, (1, 7, 7)) if convolutional else images).to(DEVICE)
+
+
+def trained(
+    steps: int = 9,
+    rows: Callable[[int], int] = lambda step: 20,
+    meanwhile: Callable[[int, nn.Module, LocoProp], None] = lambda step, model, optimizer: None,
+    **settings: Any,
+) -> tuple[list[Tensor], LocoProp]:
+    convolutional = settings.pop("convolutional", False)
+    model = network(convolutional)
+    optimizer = LocoProp(model, **{"lr": 1e-3, "output_transfer": "linear", **settings})
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for step in range(steps):
+        meanwhile(step, model, optimizer)
+        optimizer.zero_grad()
+        model(batch(step, rows(step), convolutional)).square().mean().backward()
+        optimizer.step()
+        schedule.step()
+    states = [entry for p in model.parameters() for entry in optimizer.state[p].values()]
+    return [*(p.detach().clone() for p in model.parameters()), *states], optimizer
+
+
+def same(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9)
+
+
+def muon_like(params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "m": {"variant": "locoprop-m"},
+    "s": {"variant": "locoprop-s", "local_steps": 3},
+    "conv": {"convolutional": True},
+    "adam": {"solver": "adam", "weight_decay": 0.1},
+    "guards": {"gate": True, "cap": 0.1},
+    "l2": {"regularizer": "l2"},
+    "mean": {"local_reduction": "mean", "lr": 1e-2},
+    "rows": {"max_rows": 7},
+    "gradient": {"apply": "gradient", "outer": muon_like, "local_steps": 4},
+    "nothing": {"apply": "nothing", "outer": None},
+    "exact": {
+        "solver": Exact(decay=0.9, every=7, damping=0.1),
+        "variant": "locoprop-s",
+        "apply": "gradient",
+        "outer": muon_like,
+        "local_reduction": "mean",
+    },
+    "exact-m": {"solver": Exact(every=8), "variant": "locoprop-m", "lr": 1e-2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_replayed_steps_equal_those_that_are_not(name: str) -> None:
+    expected, _ = trained(cuda_graph=False, **SETTINGS[name])
+    found, _ = trained(**SETTINGS[name])
+    same(found, expected)
+    if not GPU:
+        assert Emulated.made == 1
+        assert Emulated.replayed > 0
+
+
+def test_what_changes_between_steps_is_seen() -> None:
+    """Rates, settings, sizes of batches, frozen layers, new states: nothing is replayed as it was."""
+
+    def meddle(step: int, model: nn.Module, optimizer: LocoProp) -> None:
+        first = model.get_submodule("0")
+        group = optimizer.param_groups[0]
+        if step == 6:
+            group["gamma"] = 3.0
+        if step in (12, 18):
+            first.requires_grad_(step == 18)
+        if step == 24:
+            optimizer.load_state_dict(optimizer.state_dict())
+        if step == 30:
+            with torch.no_grad():
+                model.get_submodule("2").weight.mul_(0.5)
+        if step == 36:
+            group["local_steps"] = 4
+
+    def rows(step: int) -> int:
+        return 13 if step % 5 == 4 else 20
+
+    expected, _ = trained(42, rows, meddle, cuda_graph=False)
+    found, _ = trained(42, rows, meddle)
+    same(found, expected)
+    if not GPU:
+        assert Emulated.made >= 4
+
+
+def test_accumulated_gradients_and_layers_called_twice() -> None:
+    runs = []
+    for cuda_graph in (False, True):
+        model = network()
+        optimizer = LocoProp(model, lr=1e-3, output_transfer="linear", cuda_graph=cuda_graph)
+        for step in range(8):
+            for part in batch(step).split(8):
+                model(part).square().sum().backward()
+            model(batch(100 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runs.append([p.detach() for p in model.parameters()])
+    same(runs[1], runs[0])
+
+
+class OneOfAUser(Sgd):
+    """Looks at numbers, as a user's solver may."""
+
+    name = "mine"
+
+    def step(self, gradient: Tensor, state: Any, numbers: Any) -> Any:
+        return numbers.lr * gradient * (2.0 if gradient.sum().item() > 0 else 1.0), state
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"solver": OneOfAUser()},
+        {"diagnose": True},
+        {"variant": "pocoprop-m"},
+        {"solver": Exact(), "variant": "locoprop-s"},
+        {"cuda_graph": False},
+    ],
+    ids=["solver", "diagnose", "gradients of rows", "closed form", "switched off"],
+)
+def test_what_may_look_at_numbers_is_not_recorded(settings: dict[str, Any]) -> None:
+    trained(**settings)
+    assert Emulated.made == 0
+
+
+def test_learning_rates_are_the_users_again_after_a_step() -> None:
+    _, optimizer = trained(6)
+    assert isinstance(optimizer.param_groups[0]["lr"], float)
+
+
+def test_a_step_that_cannot_be_recorded_is_taken_all_the_same_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(solve: graphs.Solve) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    expected, _ = trained(cuda_graph=False)
+    monkeypatch.setattr(graphs, "Recording", refuse)
+    with pytest.warns(UserWarning, match=r"could not be recorded.*cuda_graph=False") as warned:
+        found, _ = trained()
+    assert len(warned) == 1
+    same(found, expected)
+
+
+def test_no_more_than_a_few_kinds_of_steps_are_kept() -> None:
+    _, optimizer = trained(60, lambda step: 10 + step % 12)
+    assert len(optimizer._graphs._kinds) <= graphs.KINDS
+
+
+def test_a_copy_of_the_optimizer_records_anew() -> None:
+    _, optimizer = trained()
+    assert not copy.deepcopy(optimizer)._graphs._kinds
