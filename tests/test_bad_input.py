@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -185,3 +186,19 @@ def test_fallback_cannot_be_one_that_needs_a_closure() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     with pytest.raises(TypeError, match="LBFGS needs a closure"):
         LocoProp(model, fallback=lambda p: torch.optim.LBFGS(p))
+
+
+@pytest.mark.parametrize(("local_steps", "expected"), [(1, 0), (2, 1)])
+def test_several_processes_are_warned_that_they_drift_apart(
+    local_steps: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = LocoProp(model, local_steps=local_steps)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+    assert sum("drift apart" in str(each.message) for each in caught) == expected

@@ -233,6 +233,7 @@ class LocoProp(WithFallback):
         in_parts = bool(undecided) and compiled_in_parts(self._layers)
         for layer in undecided:
             decide(layer, self._output_transfer, self._loss_transfer, in_parts)
+        self._warn_of_processes()
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
         directions = self._solve_all(group_of, terms)
@@ -555,6 +556,22 @@ class LocoProp(WithFallback):
                 f"The local solution of {', '.join(map(repr, names))} was not finite and was not "
                 "written; the layer keeps its weights. A smaller lr or gamma usually helps. Further "
                 "cases are counted in opt.skipped_updates without a warning.",
+            )
+
+    def _warn_of_processes(self) -> None:
+        """Other processes average gradients, and each has the curvature of its own rows only."""
+        groups = self._local_groups()
+        one = all(
+            g["local_steps"] == 1 and self._components.solver(g).name != "exact" for g in groups
+        )
+        if "processes" in self._warned or one or not torch.distributed.is_available():
+            return
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            self._warn_once(
+                "processes",
+                "torch.distributed has several processes. Each solves its local problems with its own "
+                "rows only, so their weights drift apart unless local_steps=1. Average the weights "
+                "now and then, or train in one process.",
             )
 
     def _warn_once(self, topic: str, message: str) -> None:

@@ -26,16 +26,21 @@ def number(value, k, place: tl.constexpr):
 
 
 @triton.jit
+def moved(w, v, m, g, eta, mu, rho, eps):
+    """``v ← ρ v + (1−ρ) g²``, ``m ← μ m + η g / √(v + ε)``, ``w ← w − m``."""
+    v = v + (1 - rho) * (g * g - v)
+    m = mu * m + eta * g * tl.rsqrt(v + eps)
+    return w - m, v, m
+
+
+@triton.jit
 def rmsprop(
     tensor, square, momentum, new_tensor, new_square, new_momentum,
     gradient, first, weight, eta, mu, rho, eps, rate, each,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
     PARTS: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``v ← ρ v + (1−ρ) g²``, ``m ← μ m + η g / √(v + ε)``, ``w ← w − m``.
-
-    g is the sum of the parts of the gradient or, with a first one, that and ``weight`` times the sum.
-    """
+    """RMSProp with the sum of a gradient's parts or, given a first one, that and ``weight`` sums."""
     k = tl.program_id(1).to(tl.int64)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < each
@@ -45,15 +50,14 @@ def rmsprop(
         g += tl.load(gradient + (k * PARTS + part) * each + inside, mask)
     if HAS_FIRST:
         g = weight * g + tl.load(first + at, mask)
-    v = tl.load(square + at, mask)
-    m = tl.load(momentum + at, mask)
-    w = tl.load(tensor + at, mask)
-    v = v + (1 - number(rho, k, rho_at)) * (g * g - v)
-    scaled = number(eta, k, eta_at) * rate * g * tl.rsqrt(v + number(eps, k, eps_at))
-    m = number(mu, k, mu_at) * m + scaled
+    w, v, m = moved(
+        tl.load(tensor + at, mask), tl.load(square + at, mask), tl.load(momentum + at, mask), g,
+        number(eta, k, eta_at) * rate, number(mu, k, mu_at),
+        number(rho, k, rho_at), number(eps, k, eps_at),
+    )  # fmt: skip
     tl.store(new_square + at, v, mask)
     tl.store(new_momentum + at, m, mask)
-    tl.store(new_tensor + at, w - m, mask)
+    tl.store(new_tensor + at, w, mask)
 
 
 @triton.jit
@@ -71,29 +75,75 @@ def tanh(z):
 
 
 @triton.jit
+def transferred(z, TRANSFER: tl.constexpr):
+    if TRANSFER == TANH:
+        y = tanh(z)
+    elif TRANSFER == SIGMOID:
+        y = 1 / (1 + tl.exp(-z))
+    elif TRANSFER == RELU:
+        y = tl.where(z < 0, 0.0, z)  # what is no number stays none
+    else:
+        y = z
+    return y
+
+
+@triton.jit
 def plus(one, other):
     return one + other
 
 
 @triton.jit
-def residual(
-    a, target, sums, rows, d,
-    TRANSFER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def transfer(
+    a, bias, rows, d,
+    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``a ← f(a) − target``, and its sums over blocks of rows."""
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    """``a ← f(a + b)`` for ``a [d, rows]``; one program for a feature's block of rows."""
+    feature = tl.program_id(2).to(tl.int64) * d + tl.program_id(0)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at, mask = feature * rows + row, row < rows
+    z = tl.load(a + at, mask)
+    if HAS_BIAS:
+        z += tl.load(bias + feature)
+    tl.store(a + at, transferred(z, TRANSFER), mask)
+
+
+@triton.jit
+def residual(
+    a, target, sums, bias, square, momentum, new_bias, new_square, new_momentum, first,
+    weight, eta, mu, rho, eps, rate, rows, d,
+    eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
+    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, MOVES_BIAS: tl.constexpr,
+    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """``a ← f(a + b) − target`` for ``a [d, rows]``; one program for a part of a feature's rows.
+
+    The sum over the part goes to ``sums [parts, d]`` or, where it is all of the bias's gradient but the
+    first, into a step of RMSProp on the bias.
+    """
     k = tl.program_id(2).to(tl.int64)
-    at = (k * rows + row[:, None]) * d + column[None, :]
-    mask = (row[:, None] < rows) & (column[None, :] < d)
-    z = tl.load(a + at, mask, 0.0)
-    if TRANSFER == TANH:
-        z = tanh(z)
-    elif TRANSFER == SIGMOID:
-        z = 1 / (1 + tl.exp(-z))
-    elif TRANSFER == RELU:
-        z = tl.where(z < 0, 0.0, z)  # what is no number stays none
-    change = tl.where(mask, z - tl.load(target + at, mask, 0.0), 0.0)
-    tl.store(a + at, change, mask)
-    block = k * tl.num_programs(1) + tl.program_id(1)
-    tl.store(sums + block * d + column, tl.reduce(change, 0, plus), column < d)
+    feature = k * d + tl.program_id(0)
+    total = tl.full((BLOCK,), 0.0, tl.float32)
+    b = 0.0
+    if HAS_BIAS:
+        b = tl.load(bias + feature)
+    for block in range(BLOCKS):
+        row = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
+        at, mask = feature * rows + row, row < rows
+        y = transferred(tl.load(a + at, mask, 0.0) + b, TRANSFER)
+        change = tl.where(mask, y - tl.load(target + at, mask, 0.0), 0.0)
+        tl.store(a + at, change, mask)
+        total += change
+    g = tl.reduce(total, 0, plus)
+    if MOVES_BIAS:
+        w, v, m = moved(
+            b, tl.load(square + feature), tl.load(momentum + feature),
+            weight * g + tl.load(first + feature),
+            number(eta, k, eta_at) * rate, number(mu, k, mu_at),
+            number(rho, k, rho_at), number(eps, k, eps_at),
+        )  # fmt: skip
+        tl.store(new_square + feature, v)
+        tl.store(new_momentum + feature, m)
+        tl.store(new_bias + feature, w)
+    else:
+        part = k * tl.num_programs(1) + tl.program_id(1)
+        tl.store(sums + part * d + tl.program_id(0), g)

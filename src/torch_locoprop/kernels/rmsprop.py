@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.kernels import on_device
+from torch_locoprop.solvers.base import Numbers
 from torch_locoprop.spread import Number
 
 BLOCK = 1024
@@ -42,27 +43,40 @@ def step(
     old: Moving,
     new: Moving,
     gradient: Tensor,
-    numbers: tuple[Number, Number, Number, Number],
+    numbers: Numbers,
     rate: float,
     first: Tensor | None = None,
-    weight: float = 1.0,
+    weight: float | Tensor = 1.0,
 ) -> None:
-    """Write a step from ``old`` into ``new``, which may be the same.
+    """Write a step from ``old`` into ``new``, which may be the same; η counts ``rate`` times.
 
-    The numbers are η, μ, ρ, ε, and η counts ``rate`` times; one that is a tensor ``[K]`` holds one for
-    each entry of the first dimension. The gradient may have a dimension more, in front of those of
-    the tensor without K, over which it is summed. With ``first``, the gradient counts ``weight``
-    times beside it.
+    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. The gradient may
+    have a dimension more, in front of those of the tensor without K, over which it is summed. With
+    ``first``, the gradient counts ``weight`` times beside it.
     """
-    members = max((n.numel() for n in numbers if isinstance(n, Tensor)), default=1)
-    each = old.tensor.numel() // members
-    places = [_place(number) for number in numbers]
+    count = members(numbers)
+    each = old.tensor.numel() // count
     parts = gradient.numel() // old.tensor.numel()
     known = gradient if first is None else first  # a pointer that is not read
-    on_device.kernels().rmsprop[(-(-each // BLOCK), members)](
-        *old, *new, gradient, known, weight, *numbers, rate, each, *places,
+    on_device.kernels().rmsprop[(-(-each // BLOCK), count)](
+        *old, *new, gradient, known, weight, *numbers_of(numbers), rate, each, *places(numbers),
         PARTS=parts, HAS_FIRST=first is not None, BLOCK=BLOCK,
     )  # fmt: skip
+
+
+def numbers_of(numbers: Numbers) -> tuple[Number, Number, Number, Number]:
+    """η, μ, ρ, ε, as all kernels take them."""
+    return numbers.lr, numbers.momentum, numbers.decay, numbers.eps
+
+
+def members(numbers: Numbers) -> int:
+    """How many problems have numbers of their own."""
+    return max((n.numel() for n in numbers_of(numbers) if isinstance(n, Tensor)), default=1)
+
+
+def places(numbers: Numbers) -> list[int]:
+    """Where a kernel finds each of the numbers."""
+    return [_place(number) for number in numbers_of(numbers)]
 
 
 def _place(number: Number) -> int:

@@ -147,12 +147,12 @@ class RmsProp(FirstOrder):
         self, tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
     ) -> None:
         v, m = state["square"], state["momentum"]
-        own = (numbers.lr, numbers.momentum, numbers.decay, numbers.eps)
+        own = rmsprop.numbers_of(numbers)
         if not self._is_plain:
             super().advance_(tensor, gradient, state, numbers, rate)
         elif rmsprop.fits([tensor, gradient, v, m], own):
             moving = rmsprop.Moving(tensor, v, m)
-            rmsprop.step(moving, moving, gradient, own, rate)
+            rmsprop.step(moving, moving, gradient, numbers, rate)
         elif any(isinstance(number, Tensor) for number in own):
             super().advance_(tensor, gradient, state, numbers, rate)
         else:

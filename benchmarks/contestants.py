@@ -1,0 +1,164 @@
+"""Whose step is timed: how each is made ready for a model and a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks import work
+from benchmarks.per_layer import PerLayerLoop, stages
+from torch_locoprop.baselines import kfac
+from torch_locoprop.study import methods, models
+from torch_locoprop.study.autoencoder import reconstruction_loss
+
+Do = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model of the study, a batch of images that are noise, and T."""
+
+    model: str
+    batch: int = 1000
+    T: int = 10
+    device: str = "cpu"
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        encoder = models.sizes_of(self.model)
+        return list(pairwise((*encoder, *encoder[-2::-1])))
+
+    def prepared(self) -> tuple[nn.Sequential, Tensor]:
+        """Return the model and the images on the device."""
+        numbers = torch.Generator().manual_seed(0)
+        images = torch.rand(self.batch, self.layers[0][0], generator=numbers)
+        return models.build(self.model).to(self.device), images.to(self.device)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A step in its parts; `gradients` is None where the whole step is one call."""
+
+    update: Do
+    gradients: Do | None = None
+    optimizer: Optimizer | None = (
+        None  # if it is one of torch's kind, with the model and its images
+    )
+    model: nn.Module | None = None
+    images: Tensor | None = None
+
+    def step(self) -> None:
+        if self.gradients is not None:
+            self.gradients()
+        self.update()
+
+
+Prepare = Callable[[Task, nn.Sequential, Tensor], Ready]
+Flop = Callable[[work.Layers, int, int], int]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A row of the table."""
+
+    name: str
+    prepare: Prepare
+    flop: Flop | None = None  # what the products of one step come to; None: not told by the method
+    cycle: int = 1  # steps from one renewal of what is kept to the next
+    warm_up: int = 3  # steps before the first that counts
+    gpu_only: bool = False
+
+
+def _backprop_flop(layers: work.Layers, b: int, T: int) -> int:
+    return work.backprop_flop(layers, b)
+
+
+def _gemms(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
+    return Ready(work.Gemms(task.layers, task.batch, task.T, task.device))
+
+
+def _with(make: Callable[[Task, nn.Module], Optimizer]) -> Prepare:
+    """The ordinary loop around an optimizer."""
+
+    def prepare(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
+        optimizer = make(task, model)
+
+        def gradients() -> None:
+            optimizer.zero_grad()
+            reconstruction_loss(model(images), images).backward()
+
+        return Ready(optimizer.step, gradients, optimizer, model, images)
+
+    return prepare
+
+
+def _method(name: str, **more: Any) -> Prepare:
+    """One of the study's methods, with its own settings."""
+
+    def make(task: Task, model: nn.Module) -> Optimizer:
+        method = methods.get(name)
+        local = {"local_steps": task.T} if "local_steps" in method.settings else {}
+        settings = {**method.settings, **local, "weight_decay": 1e-5, **more}
+        return method.build(model, settings)
+
+    return _with(make)
+
+
+def _adamw(task: Task, model: nn.Module) -> Optimizer:
+    gpu = task.device == "cuda"
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=gpu)
+    optimizer.capturable = gpu  # type: ignore[attr-defined]  # what the study's step asks for
+    return optimizer
+
+
+def _per_layer(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
+    def solver(params: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.RMSprop(params, lr=1e-5, alpha=0.9, eps=1e-5, momentum=0.999)
+
+    loop = PerLayerLoop(model, images, solver, local_steps=task.T)
+    return Ready(loop.update, loop.backprop)
+
+
+def _pypi(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
+    """PyPI's locoprop, with its own settings but T; it has a trainer instead of an optimizer."""
+    try:
+        package = import_module("locoprop")
+    except ImportError:
+        raise ImportError("Install it with: pip install locoprop==0.1.0.") from None
+    *inner, last = stages(model)
+    layers = [package.LocoLayer(stage.linear, stage.local) for stage in inner]
+    layers.append(package.LocoLayer(last.linear, last.local, implicit=True))
+    trainer = package.LocopropTrainer(
+        nn.Sequential(*layers), reconstruction_loss, local_iterations=task.T
+    )
+    return Ready(lambda: trainer.step(images, images))
+
+
+FLOOR, BACKPROP = "matrix products alone", "BackProp (SGD)"
+
+CONTESTANTS = (
+    Contestant(FLOOR, _gemms, work.locoprop_flop),
+    Contestant(BACKPROP, _method("sgd"), _backprop_flop),
+    Contestant("LocoProp-M", _method("locoprop-m"), work.locoprop_flop),
+    Contestant("LocoProp-S", _method("locoprop-s"), work.gram_flop),
+    Contestant(
+        "LocoProp-M, cuda_graph=False",
+        _method("locoprop-m", cuda_graph=False),
+        work.locoprop_flop,
+        gpu_only=True,
+    ),
+    Contestant("torch.optim for each layer", _per_layer, work.locoprop_flop),
+    Contestant("locoprop 0.1.0 of PyPI", _pypi, work.locoprop_flop),
+    Contestant("AdamW, fused", _with(_adamw), _backprop_flop),
+    Contestant("Muon", _method("muon")),
+    Contestant("SOAP@10", _method("soap"), cycle=10, warm_up=11),
+    Contestant("K-FAC@10", _method("kfac@10"), cycle=10, warm_up=kfac.EARLY),
+    Contestant("Shampoo@100", _method("shampoo@100"), cycle=100),
+)
