@@ -12,8 +12,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torch_locoprop.kernels import _triton as kernels
 
-INTEGERS = {"rows", "d", "each"}
-NUMBERS = {"weight", "mu", "rho", "eps", "rate"}
+INTEGERS = {"rows", "d", "n", "each", "width"}
+NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count"}
 PLACES = {"mu_at": 0, "rho_at": 0, "eps_at": 0}
 
 
@@ -30,6 +30,7 @@ def compiled(kernel, **constants):
 for eta_at, parts, first in itertools.product((0, 1, 2), (1, 3), (False, True)):
     own = {"PARTS": parts, "HAS_FIRST": first, "BLOCK": 1024}
     compiled(kernels.rmsprop, eta_at=eta_at, **PLACES, **own)
+    compiled(kernels.by_gram, eta_at=eta_at, **PLACES, HAS_BIAS=first, BLOCK=1024)
 for transfer in range(4):
     compiled(kernels.transfer, TRANSFER=transfer, HAS_BIAS=True, BLOCK=1024)
     for has, moves in ((False, False), (True, False), (True, True)):

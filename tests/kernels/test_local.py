@@ -93,8 +93,9 @@ def test_means_over_rows(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     both_ways(problem(device, row_weight=1 / 40), monkeypatch)
 
 
-def test_a_frozen_bias(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = problem(device)
+@pytest.mark.parametrize("squared", [True, False])
+def test_a_frozen_bias(device: str, squared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = problem(device, squared=squared)
     only, backprop = ({"weight": of["weight"]} for of in (whole.start, whole.backprop))
     fixed = {"bias": whole.start["bias"]}
     both_ways(replace(whole, start=only, backprop=backprop, fixed=fixed), monkeypatch)
@@ -105,10 +106,13 @@ def test_one_iteration(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["numbers of its own", "the same numbers"])
-@pytest.mark.parametrize("rows", [5, 40])
-def test_a_population(device: str, own: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("squared", [True, False])
+def test_a_population(
+    device: str, own: bool, squared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rates = torch.tensor([1e-3, 2e-3], device=device) if own else 1e-3
-    both_ways(problem(device, members=2, rows=rows), monkeypatch, replace(NUMBERS, lr=rates))
+    of = problem(device, members=2, squared=squared)
+    both_ways(of, monkeypatch, replace(NUMBERS, lr=rates))
 
 
 @pytest.mark.parametrize("members", [None, 2])
@@ -142,6 +146,15 @@ def test_what_they_do_not_do_is_left_to_the_plain_way(device: str, change: dict[
     states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
     assert local.fits(problem(device), states, each)
     assert not local.fits(replace(problem(device), **change), states, each)
+
+
+def test_other_numbers_for_the_bias(device: str) -> None:
+    """One kernel moves both by the Gram matrix, with the same numbers; by rows they may differ."""
+    each = {"weight": NUMBERS, "bias": replace(NUMBERS, decay=0.9)}
+    states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
+    assert local.fits(problem(device), states, each)
+    assert not local.fits(problem(device, squared=True), states, each)
+    assert not local.fits(problem(device, "linear"), states, each)
 
 
 def test_what_is_not_finite_stays_so(device: str) -> None:

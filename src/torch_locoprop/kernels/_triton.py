@@ -36,11 +36,11 @@ def moved(w, v, m, g, eta, mu, rho, eps):
 @triton.jit
 def rmsprop(
     tensor, square, momentum, new_tensor, new_square, new_momentum,
-    gradient, first, weight, eta, mu, rho, eps, rate, each,
+    gradient, first, scale, eta, mu, rho, eps, rate, each,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
     PARTS: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMSProp with the sum of a gradient's parts or, given a first one, that and ``weight`` sums."""
+    """RMSProp with the sum of a gradient's parts or, given a first one, that and ``scale`` sums."""
     k = tl.program_id(1).to(tl.int64)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < each
@@ -49,7 +49,7 @@ def rmsprop(
     for part in tl.static_range(1, PARTS):
         g += tl.load(gradient + (k * PARTS + part) * each + inside, mask)
     if HAS_FIRST:
-        g = weight * g + tl.load(first + at, mask)
+        g = scale * g + tl.load(first + at, mask)
     w, v, m = moved(
         tl.load(tensor + at, mask), tl.load(square + at, mask), tl.load(momentum + at, mask), g,
         number(eta, k, eta_at) * rate, number(mu, k, mu_at),
@@ -110,7 +110,7 @@ def transfer(
 @triton.jit
 def residual(
     a, target, sums, bias, square, momentum, new_bias, new_square, new_momentum, first,
-    weight, eta, mu, rho, eps, rate, rows, d,
+    scale, eta, mu, rho, eps, rate, rows, d,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
     TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, MOVES_BIAS: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
@@ -137,7 +137,7 @@ def residual(
     if MOVES_BIAS:
         w, v, m = moved(
             b, tl.load(square + feature), tl.load(momentum + feature),
-            weight * g + tl.load(first + feature),
+            scale * g + tl.load(first + feature),
             number(eta, k, eta_at) * rate, number(mu, k, mu_at),
             number(rho, k, rho_at), number(eps, k, eps_at),
         )  # fmt: skip
@@ -147,3 +147,52 @@ def residual(
     else:
         part = k * tl.num_programs(1) + tl.program_id(1)
         tl.store(sums + part * d + tl.program_id(0), g)
+
+
+@triton.jit
+def by_gram(
+    gradient, total, count, weight_first, bias_first,
+    weight, weight_square, weight_momentum,
+    bias, bias_square, bias_momentum, new_bias, new_bias_square, new_bias_momentum,
+    scale, eta, mu, rho, eps, rate, d, n, width,
+    eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
+    HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """RMSProp on the displacements ``[W b]`` of a squared loss, given ``W [XᵀX Xᵀ1]``.
+
+    The gradient is that, what the bias adds, and the first one. The weight moves in place; the bias,
+    which other programs read, does not.
+    """
+    k = tl.program_id(1).to(tl.int64)
+    columns = n + 1 if HAS_BIAS else n
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i, j = at // columns, at % columns
+    inside = at < d * columns
+    here = inside & (j < n)
+    of_weight = k * d * n + i * n + j
+    g = tl.load(gradient + (k * d + i) * width + j, inside)
+    first = tl.load(weight_first + of_weight, here, 0.0)
+    w = tl.load(weight + of_weight, here, 0.0)
+    v = tl.load(weight_square + of_weight, here, 0.0)
+    m = tl.load(weight_momentum + of_weight, here, 0.0)
+    if HAS_BIAS:
+        there = inside & (j == n)
+        of_bias = k * d + i
+        counts = tl.where(j < n, tl.load(total + k * n + j, here, 0.0), count)
+        g += tl.load(bias + of_bias, inside, 0.0) * counts
+        first += tl.load(bias_first + of_bias, there, 0.0)
+        w += tl.load(bias + of_bias, there, 0.0)
+        v += tl.load(bias_square + of_bias, there, 0.0)
+        m += tl.load(bias_momentum + of_bias, there, 0.0)
+    w, v, m = moved(
+        w, v, m, scale * g + first,
+        number(eta, k, eta_at) * rate, number(mu, k, mu_at),
+        number(rho, k, rho_at), number(eps, k, eps_at),
+    )  # fmt: skip
+    tl.store(weight + of_weight, w, here)
+    tl.store(weight_square + of_weight, v, here)
+    tl.store(weight_momentum + of_weight, m, here)
+    if HAS_BIAS:
+        tl.store(new_bias + of_bias, w, there)
+        tl.store(new_bias_square + of_bias, v, there)
+        tl.store(new_bias_momentum + of_bias, m, there)

@@ -1,11 +1,14 @@
-"""Local iterations with RMSProp on a linear layer, in four kernels each on a GPU.
+"""Local iterations with RMSProp on a linear layer, in four kernels each on a GPU, or in two by XᵀX.
 
 The plain version is ``FirstOrder.solve``. Here pre-activations are ``[d, rows]``: both products of an
 iteration then have the layout that the matrix units of a GPU take fastest, and one kernel adds the
-bias, applies the transfer, subtracts the target, sums over the rows, and makes the bias's step.
+bias, applies the transfer, subtracts the target, sums over the rows, and makes the bias's step. By
+XᵀX, one product gives the gradients of weight and bias, and one kernel makes both steps.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, Squared
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Tensors, local_rate
+from torch_locoprop.spread import Number
 from torch_locoprop.targets import GradientDescent, MirrorDescent
 from torch_locoprop.transfers import Linear, ReLU, Sigmoid, Tanh
 
@@ -37,7 +41,11 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
         return False
     if regularizer.has_direction or regularizer.has_prox:
         return False
+    if problem.loss.is_quadratic(problem.transfer) and not _agree(numbers):
+        return False
     x = problem.x.square if isinstance(problem.x, Gram) else problem.x
+    if isinstance(problem.x, Gram) and isinstance(problem.x.rows, Tensor):
+        return False
     entries = [entry for state in states.values() for entry in state.values()]
     tensors = [*start.values(), *entries, *problem.first_gradient.values()]
     tensors += problem.fixed.values()
@@ -53,28 +61,71 @@ def solve(
     local_decay: str,
 ) -> tuple[Tensors, dict[str, Tensors]]:
     """Return the new tensors and states."""
-    weight = problem.row_weight
-    assert isinstance(weight, float | int)
     gram, first = problem.through_gram(local_steps), problem.first_gradient
-    now = {name: Moving(tensor, **states[name]) for name, tensor in problem.start.items()}
-    new = {name: Moving(*map(torch.empty_like, moving)) for name, moving in now.items()}
-    for name, moving in now.items():
-        rate = local_rate(0, local_steps, local_decay)
-        rmsprop.step(moving, new[name], first[name], numbers[name], rate)
-    rows = _Rows(problem) if gram is None and local_steps > 1 else None
-    for t in range(1, local_steps):
-        rate = local_rate(t, local_steps, local_decay)
-        if rows is not None:
-            gradients = rows.gradients(new, numbers, rate)
-        else:
-            assert gram is not None
-            at = {name: moving.tensor for name, moving in new.items()}
-            gradients = gram.gradient(problem.displacement(at))
-        for name, gradient in gradients.items():
-            moving = new[name]
-            rmsprop.step(moving, moving, gradient, numbers[name], rate, first[name], weight)
-    kept = {name: {"square": m.square, "momentum": m.momentum} for name, m in new.items()}
-    return {name: moving.tensor for name, moving in new.items()}, kept
+    rates = [local_rate(t, local_steps, local_decay) for t in range(local_steps)]
+    start = dict(problem.start)
+    if gram is not None:  # by displacements
+        start = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
+    old = {name: Moving(tensor, **states[name]) for name, tensor in start.items()}
+    new = {name: Moving(*map(torch.empty_like, moving)) for name, moving in old.items()}
+    for name, moving in old.items():
+        rmsprop.step(moving, new[name], first[name], numbers[name], rates[0])
+    if gram is not None:
+        new = _by_gram(problem, gram, new, numbers, rates[1:])
+        found = {name: problem.start[name] + moving.tensor for name, moving in new.items()}
+    else:
+        _by_rows(problem, new, numbers, rates[1:])
+        found = {name: moving.tensor for name, moving in new.items()}
+    return found, {name: {"square": m.square, "momentum": m.momentum} for name, m in new.items()}
+
+
+def _by_gram(
+    problem: LocalProblem,
+    gram: Gram,
+    at: dict[str, Moving],
+    numbers: dict[str, Numbers],
+    rates: Sequence[float],
+) -> dict[str, Moving]:
+    """The rest of the iterations on the displacements, by the products of the rows with themselves."""
+    weight, bias, first = at["weight"], at.get("bias"), problem.first_gradient
+    d, n = weight.tensor.shape[-2:]
+    products = [gram.square]
+    if bias is not None:
+        padding = gram.square.new_zeros(*gram.square.shape[:-1], -(n + 1) % 8)
+        products += [gram.total.unsqueeze(-1), padding]
+    table = torch.cat(products, dim=-1)  # as wide as products are fast
+    own, scale = numbers["weight"], problem.row_weight
+    elements = d * (n if bias is None else n + 1)
+    grid = (-(-elements // rmsprop.BLOCK), weight.tensor.numel() // (d * n))
+    unused = (weight.tensor,) * 3  # pointers that are not read
+    spare = None if bias is None else Moving(*map(torch.empty_like, bias))
+    for rate in rates:
+        gradient = torch.matmul(weight.tensor, table)
+        on_device.kernels().by_gram[grid](
+            gradient, gram.total, float(gram.rows), first["weight"],
+            first["weight"] if bias is None else first["bias"],
+            *weight, *(bias or unused), *(spare or unused),
+            scale, *rmsprop.numbers_of(own), rate, d, n, gradient.shape[-1], *rmsprop.places(own),
+            HAS_BIAS=bias is not None, BLOCK=rmsprop.BLOCK,
+        )  # fmt: skip
+        bias, spare = spare, bias
+    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+
+
+def _by_rows(
+    problem: LocalProblem,
+    at: dict[str, Moving],
+    numbers: dict[str, Numbers],
+    rates: Sequence[float],
+) -> None:
+    """The rest of the iterations, in place."""
+    rows = _Rows(problem) if rates else None
+    for rate in rates:
+        assert rows is not None
+        for name, gradient in rows.gradients(at, numbers, rate).items():
+            first = problem.first_gradient[name]
+            moving, own = at[name], numbers[name]
+            rmsprop.step(moving, moving, gradient, own, rate, first, problem.row_weight)
 
 
 class _Rows:
@@ -119,6 +170,16 @@ class _Rows:
             # The parts of a member are together only where the members have numbers of their own.
             gradients["bias"] = sums if members == self.grid[2] else sums.sum(-2)
         return gradients
+
+
+def _agree(numbers: dict[str, Numbers]) -> bool:
+    """Whether weight and bias, which one kernel moves, have the same numbers."""
+    pairs = zip(*(rmsprop.numbers_of(each) for each in numbers.values()), strict=True)
+    return all(len(set(map(id, pair))) == 1 or _equal_floats(pair) for pair in pairs)
+
+
+def _equal_floats(numbers: Sequence[Number]) -> bool:
+    return not any(isinstance(n, Tensor) for n in numbers) and len(set(numbers)) == 1
 
 
 def _transfer(problem: LocalProblem) -> int | None:

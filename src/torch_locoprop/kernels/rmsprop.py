@@ -46,20 +46,20 @@ def step(
     numbers: Numbers,
     rate: float,
     first: Tensor | None = None,
-    weight: float | Tensor = 1.0,
+    scale: float | Tensor = 1.0,
 ) -> None:
     """Write a step from ``old`` into ``new``, which may be the same; η counts ``rate`` times.
 
     A number that is a tensor ``[K]`` holds one for each entry of the first dimension. The gradient may
     have a dimension more, in front of those of the tensor without K, over which it is summed. With
-    ``first``, the gradient counts ``weight`` times beside it.
+    ``first``, the gradient counts ``scale`` times beside it.
     """
     count = members(numbers)
     each = old.tensor.numel() // count
     parts = gradient.numel() // old.tensor.numel()
     known = gradient if first is None else first  # a pointer that is not read
     on_device.kernels().rmsprop[(-(-each // BLOCK), count)](
-        *old, *new, gradient, known, weight, *numbers_of(numbers), rate, each, *places(numbers),
+        *old, *new, gradient, known, scale, *numbers_of(numbers), rate, each, *places(numbers),
         PARTS=parts, HAS_FIRST=first is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
