@@ -217,6 +217,23 @@ def test_what_may_look_at_numbers_is_not_recorded(settings: dict[str, Any]) -> N
     assert Emulated.made == 0
 
 
+@pytest.mark.parametrize("where", ["cpu", DEVICE])
+def test_a_learning_rate_that_is_a_tensor_is_read_in_every_step(where: Any) -> None:
+    rate = torch.tensor(1e-3, dtype=torch.float64, device=where)
+    runs = []
+    for cuda_graph in (False, True):
+        model = network()
+        optimizer = LocoProp(model, lr=1e-3, output_transfer="linear", cuda_graph=cuda_graph)
+        optimizer.param_groups[0]["lr"] = rate.clone()
+        for step in range(8):
+            optimizer.param_groups[0]["lr"].fill_(1e-3 / (1 + step))
+            optimizer.zero_grad()
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+        runs.append([p.detach() for p in model.parameters()])
+    same(runs[1], runs[0])
+
+
 def test_learning_rates_are_the_users_again_after_a_step() -> None:
     _, optimizer = trained(6)
     assert isinstance(optimizer.param_groups[0]["lr"], float)

@@ -92,7 +92,7 @@ class StepGraphs:
         given = [group["lr"] for group in groups]
         try:
             for index, group in enumerate(groups):
-                if not isinstance(group["lr"], Tensor):
+                if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
                     group["lr"] = self._rate(index, group, device)
             yield
         finally:
@@ -105,14 +105,14 @@ class StepGraphs:
         rate = self._rates.get(index)
         if rate is None or (rate.dtype, rate.device) != (dtype, device):
             rate = self._rates[index] = torch.empty((), dtype=dtype, device=device)
-        return rate.fill_(group["lr"])
+        return rate.fill_(float(group["lr"]))
 
 
 def key_of(layer: ServedLayer, parts: Sequence[Any], groups: Sequence[Group]) -> Hashable:
     """What makes the work on a layer what it is, but for the numbers in its tensors."""
     tensors = [(p.data_ptr(), _form(p), _form(p.grad)) for p in layer.tensors.values()]
-    settings = [tuple(map(group.get, _SETTINGS)) for group in groups]
-    rates = [lr.data_ptr() for lr in (group["lr"] for group in groups) if isinstance(lr, Tensor)]
+    settings = [tuple(_known(group.get(name)) for name in _SETTINGS) for group in groups]
+    rates = [group["lr"].data_ptr() for group in groups]
     counts = [each.data_ptr() for each in layer.counts.values() if isinstance(each, Tensor)]
     calls = [
         (call.shape, None if call.kept is None else len(call.kept), *map(_form, _inputs(call)))
@@ -125,6 +125,13 @@ def key_of(layer: ServedLayer, parts: Sequence[Any], groups: Sequence[Group]) ->
 _SETTINGS = (*LAYER_SETTINGS, "momentum", "decay", "eps", "weight_decay", "local_lr")
 
 
+def _known(setting: Any) -> Any:
+    """A setting by its value, or by its place where that is on the device."""
+    if not isinstance(setting, Tensor):
+        return setting
+    return float(setting) if setting.is_cpu else setting.data_ptr()
+
+
 def precisions() -> tuple[str, str]:
     """Those of matrix products and convolutions, which a graph keeps as they were."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
@@ -135,7 +142,8 @@ def is_plain(layer: ServedLayer) -> bool:
     """Whether all that a graph would copy for the layer is there and can be copied."""
     tensors = [tensor for call in layer.calls for tensor in _inputs(call)]
     tensors += [p.grad for p in layer.with_gradient.values() if p.grad is not None]
-    return bool(layer.calls) and all(t.layout == torch.strided for t in tensors)
+    plain = all(type(t) is Tensor and t.layout == torch.strided for t in tensors)
+    return plain and bool(layer.calls)
 
 
 def is_ours(part: object) -> bool:

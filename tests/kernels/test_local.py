@@ -157,6 +157,12 @@ def test_other_numbers_for_the_bias(device: str) -> None:
     assert not local.fits(problem(device, "linear"), states, each)
 
 
+def test_states_that_another_solver_left(device: str) -> None:
+    each = {"weight": NUMBERS, "bias": NUMBERS}
+    left = {"step": torch.zeros(()), "square": torch.ones(3, 4), "momentum": torch.ones(3, 4)}
+    assert not local.fits(problem(device), {"weight": left, "bias": {}}, each)
+
+
 def test_what_is_not_finite_stays_so(device: str) -> None:
     """The optimizer looks for it: a rectifier that made a number of it would hide the damage."""
     broken = problem(device, "relu")

@@ -46,6 +46,8 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
     x = problem.x.square if isinstance(problem.x, Gram) else problem.x
     if isinstance(problem.x, Gram) and isinstance(problem.x.rows, Tensor):
         return False
+    if any(state and state.keys() != {"square", "momentum"} for state in states.values()):
+        return False  # another solver was at work before
     entries = [entry for state in states.values() for entry in state.values()]
     tensors = [*start.values(), *entries, *problem.first_gradient.values()]
     tensors += problem.fixed.values()
