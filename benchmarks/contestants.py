@@ -17,6 +17,7 @@ from benchmarks.per_layer import PerLayerLoop, stages
 from torch_locoprop.baselines import kfac
 from torch_locoprop.study import methods, models
 from torch_locoprop.study.autoencoder import reconstruction_loss
+from torch_locoprop.study.figures.names import label
 
 Do = Callable[[], object]
 
@@ -80,7 +81,7 @@ def _backprop_flop(layers: work.Layers, b: int, T: int) -> int:
     return work.backprop_flop(layers, b)
 
 
-def _gemms(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
+def _products(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
     return Ready(work.Gemms(task.layers, task.batch, task.T, task.device))
 
 
@@ -141,24 +142,33 @@ def _pypi(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
     return Ready(lambda: trainer.step(images, images))
 
 
-FLOOR, BACKPROP = "matrix products alone", "BackProp (SGD)"
+FLOOR, BACKPROP = "products", "sgd"
+"""Whose times all others are ratios to."""
 
-CONTESTANTS = (
-    Contestant(FLOOR, _gemms, work.locoprop_flop),
-    Contestant(BACKPROP, _method("sgd"), _backprop_flop),
-    Contestant("LocoProp-M", _method("locoprop-m"), work.locoprop_flop),
-    Contestant("LocoProp-S", _method("locoprop-s"), work.gram_flop),
-    Contestant(
+CONTESTANTS = {
+    FLOOR: Contestant("matrix products alone", _products, work.locoprop_flop),
+    BACKPROP: Contestant("BackProp (SGD)", _method("sgd"), _backprop_flop),
+    "locoprop-m": Contestant("LocoProp-M", _method("locoprop-m"), work.locoprop_flop),
+    "locoprop-m-eager": Contestant(
         "LocoProp-M, cuda_graph=False",
         _method("locoprop-m", cuda_graph=False),
         work.locoprop_flop,
         gpu_only=True,
     ),
-    Contestant("torch.optim for each layer", _per_layer, work.locoprop_flop),
-    Contestant("locoprop 0.1.0 of PyPI", _pypi, work.locoprop_flop),
-    Contestant("AdamW, fused", _with(_adamw), _backprop_flop),
-    Contestant("Muon", _method("muon")),
-    Contestant("SOAP@10", _method("soap"), cycle=10, warm_up=11),
-    Contestant("K-FAC@10", _method("kfac@10"), cycle=10, warm_up=kfac.EARLY),
-    Contestant("Shampoo@100", _method("shampoo@100"), cycle=100),
-)
+    "locoprop-s": Contestant("LocoProp-S", _method("locoprop-s"), work.gram_flop),
+    "per-layer": Contestant("torch.optim for each layer", _per_layer, work.locoprop_flop),
+    "pypi": Contestant("locoprop 0.1.0 of PyPI", _pypi, work.locoprop_flop),
+    "adamw": Contestant("AdamW, fused", _with(_adamw), _backprop_flop),
+    "muon": Contestant("Muon", _method("muon")),
+    "soap": Contestant("SOAP@10", _method("soap"), cycle=10, warm_up=11),
+    "kfac@10": Contestant("K-FAC@10", _method("kfac@10"), cycle=10, warm_up=kfac.EARLY),
+    "shampoo@100": Contestant("Shampoo@100", _method("shampoo@100"), cycle=100),
+}
+
+
+def get(key: str) -> Contestant:
+    """Return one of those above, or any other method of the study."""
+    if key in CONTESTANTS:
+        return CONTESTANTS[key]
+    every = methods.get(key).settings.get("every", 1)
+    return Contestant(label(key), _method(key), cycle=every, warm_up=max(kfac.EARLY, every))

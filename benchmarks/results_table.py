@@ -2,11 +2,13 @@
 
     python benchmarks/results_table.py results/mnist-tanh-standard
     python benchmarks/results_table.py results/mnist-tanh-standard --varied
+    python benchmarks/results_table.py results/mnist-tanh-standard --reach 60 55 53 52
 
 One row a method and its settings, the best final train loss first; several numbers are several seeds,
 and curves are their means. Seconds are of all epochs, from runs that had the machine to themselves.
 Runs with other local iterations or another local solver than a method is registered with are a table
-of their own: `--varied`.
+of their own: `--varied`. `--reach` has instead the epoch and the seconds in which each first passed these
+train losses, by the mean of its seeds.
 """
 
 import argparse
@@ -45,16 +47,21 @@ def label(config: RunConfig) -> str:
     return config.method
 
 
-def seconds(config: RunConfig) -> str:
-    """Seconds of all epochs, by the timing run of the same method and model."""
+def seconds_per_epoch(config: RunConfig) -> float | None:
+    """By the timing run of the same method and model, if there is one."""
     task = without_numbers(replace(config, epochs=1, seed=0, precision="fp32"))
-    for path in TIMINGS.glob("*/config.json"):
+    for path in sorted(TIMINGS.glob("*/config.json")):
         timing = result_of(path.parent)
         if without_numbers(replace(timing.config, epochs=1, seed=0, precision="fp32")) == task:
             first, last = timing.metrics[1], timing.metrics[-1]
-            each = (last.seconds - first.seconds) / (last.epoch - first.epoch)
-            return f"{each * config.epochs:.0f}"
-    return ""
+            return (last.seconds - first.seconds) / (last.epoch - first.epoch)
+    return None
+
+
+def seconds(config: RunConfig) -> str:
+    """Seconds of all epochs, where they were timed."""
+    each = seconds_per_epoch(config)
+    return "" if each is None else f"{each * config.epochs:.0f}"
 
 
 def final(runs: list[RunResult]) -> tuple[bool, float]:
@@ -88,19 +95,51 @@ def row(runs: list[RunResult]) -> list[str]:
     ]
 
 
-def table(folder: Path, varied: bool = False) -> str:
-    """The runs of the folder, or the variations among them, as Markdown."""
+def passed(level: float, runs: list[RunResult]) -> int | None:
+    """The first epoch after which the mean train loss was at most this."""
+    for epoch in range(min(len(run.metrics) for run in runs)):
+        if mean(run.metrics[epoch].train_loss for run in runs) <= level:
+            return epoch
+    return None
+
+
+def reach_row(levels: list[float], runs: list[RunResult]) -> list[str]:
+    """Epoch and seconds to each level."""
+    each = seconds_per_epoch(runs[0].config)
+    epochs = [passed(level, runs) for level in levels]
+    cells = [
+        "–" if epoch is None else f"{epoch}" if each is None else f"{epoch}: {epoch * each:.1f} s"
+        for epoch in epochs
+    ]
+    return [label(runs[0].config), *cells, "not timed" if each is None else f"{each:.3f}"]
+
+
+def gathered(folder: Path, varied: bool) -> list[list[RunResult]]:
+    """The runs of the folder, or the variations among them, by all but the seed; the best first."""
     groups: dict[str, list[RunResult]] = defaultdict(list)
     for path in sorted(folder.glob("*/config.json")):
         run = result_of(path.parent)
         if is_varied(run.config) == varied:
             groups[json.dumps({**run.config.to_dict(), "seed": 0}, sort_keys=True)].append(run)
-    runs = sorted(groups.values(), key=final)
-    head = [
-        "method", *(f"epoch {epoch}" for epoch in EPOCHS), "train, 100", "test, 100", "seconds",
-    ]  # fmt: skip
-    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *map(row, runs)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return sorted(groups.values(), key=final)
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    rule = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
+
+
+def table(folder: Path, varied: bool = False) -> str:
+    """The runs of the folder, or the variations among them, as Markdown."""
+    epochs = [f"epoch {epoch}" for epoch in EPOCHS]
+    head = ["method", *epochs, "train, 100", "test, 100", "seconds"]
+    return markdown(head, [row(runs) for runs in gathered(folder, varied)])
+
+
+def reach_table(folder: Path, levels: list[float], varied: bool = False) -> str:
+    """When each passed the levels, as Markdown: `epoch: seconds`."""
+    head = ["method", *(f"train loss {level:g}" for level in levels), "seconds per epoch"]
+    return markdown(head, [reach_row(levels, runs) for runs in gathered(folder, varied)])
 
 
 if __name__ == "__main__":
@@ -109,5 +148,11 @@ if __name__ == "__main__":
     parser.add_argument(
         "--varied", action="store_true", help="other local iterations and local solvers instead"
     )
+    parser.add_argument(
+        "--reach", type=float, nargs="+", metavar="LOSS", help="when these train losses were passed"
+    )
     given = parser.parse_args()
-    print(table(given.folder, given.varied))
+    if given.reach:
+        print(reach_table(given.folder, given.reach, given.varied))
+    else:
+        print(table(given.folder, given.varied))

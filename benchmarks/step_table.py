@@ -39,7 +39,8 @@ def markdown(content: dict[str, Any]) -> str:
         for row in rows
         if row["missing"]
     }
-    return "\n\n".join([*parts, "; ".join(notes) + ".", *sorted(missing)])
+    more = [content["note"]] if "note" in content else []
+    return "\n\n".join([*parts, "; ".join(notes) + ".", *more, *sorted(missing)])
 
 
 def _table(rows: list[Row]) -> str:
@@ -48,8 +49,8 @@ def _table(rows: list[Row]) -> str:
     if replayed:
         head += ["graph, ms", "× BackProp", "× products"]
     head += ["needed GFLOP", "computed", "GFLOP/s", "peak MiB"]
-    by_name = {row["name"]: row for row in rows}
-    base, floor = by_name.get(BACKPROP, {}), by_name.get(FLOOR, {})
+    by_key = {row["key"]: row for row in rows}
+    base, floor = by_key.get(BACKPROP, {}), by_key.get(FLOOR, {})
     return table(head, [_line(row, base, floor, replayed) for row in rows])
 
 

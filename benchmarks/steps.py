@@ -2,6 +2,7 @@
 
     python -m benchmarks.steps --threads 2 --out steps.json
     python -m benchmarks.steps --device cuda --precision tf32 --models standard deep wide
+    python -m benchmarks.steps --methods products sgd locoprop-m exact-s-muon
     python -m benchmarks.steps --show benchmarks/results/steps-*.json      # tables; nothing is run
 
 All take turns, round after round, so that a slow moment of the machine meets all of them; the table has
@@ -26,7 +27,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
 
 from benchmarks import step_table
-from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task
+from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.step import EAGER_STEPS, TrainingStep
@@ -39,6 +40,7 @@ IN_PLACE = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_
 class Row:
     """What was measured of one contestant; None where there is nothing to measure."""
 
+    key: str
     name: str
     loop_ms: float | None = None
     optimizer_ms: float | None = None
@@ -53,6 +55,7 @@ class Row:
 class Turns:
     """A contestant made ready, and its milliseconds so far."""
 
+    row: Row
     contestant: Contestant
     device: str
     ready: Ready
@@ -124,19 +127,20 @@ def _ready(contestant: Contestant, task: Task) -> Ready:
 
 
 def _graph(contestant: Contestant, task: Task) -> Callable[[], object] | None:
-    """The same step, replayed as a graph, if there is a GPU and the optimizer allows."""
+    """The same step, replayed as a graph, if there is a GPU and it can be."""
     if task.device != "cuda":
         return None
     ready = _ready(contestant, task)
-    if contestant.name == FLOOR:
+    if contestant == CONTESTANTS[FLOOR]:
         ready.step()  # libraries set up what they need
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ready.step()
         return graph.replay
-    if ready.optimizer is None or not getattr(ready.optimizer, "capturable", False):
+    if not getattr(ready.optimizer, "capturable", False):
         return None
+    assert ready.optimizer is not None
     assert ready.model is not None
     assert ready.images is not None
     step = TrainingStep(ready.model, ready.optimizer, ready.images)
@@ -164,33 +168,34 @@ def _counted_gflop(contestant: Contestant, task: Task) -> float:
     return counter.get_total_flops() / 1e9
 
 
-def compared(task: Task, contestants: Iterable[Contestant], rounds: int, steps: int) -> list[Row]:
+def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[Row]:
     """Measure them all."""
-    rows, turns = {}, []
-    for contestant in contestants:
-        rows[contestant.name] = row = Row(contestant.name)
+    rows, turns = [], []
+    for key in keys:
+        contestant = get(key)
+        rows.append(Row(key, contestant.name))
         if contestant.flop is not None:
-            row.needed_gflop = contestant.flop(task.layers, task.batch, task.T) / 1e9
+            rows[-1].needed_gflop = contestant.flop(task.layers, task.batch, task.T) / 1e9
         try:
             ready = _ready(contestant, task)
         except ImportError as error:
-            row.missing = str(error)
+            rows[-1].missing = str(error)
             continue
-        turns.append(Turns(contestant, task.device, ready, _graph(contestant, task)))
+        turns.append(Turns(rows[-1], contestant, task.device, ready, _graph(contestant, task)))
         turns[-1].warm_up()
     for _ in range(rounds):
         for turn in turns:
             turn.take(steps_in_a_round(turn.contestant.cycle, rounds, steps))
     for turn in turns:
-        row = rows[turn.contestant.name]
+        row, contestant = turn.row, turn.contestant
         row.loop_ms = turn.typical(turn.loop)
         row.optimizer_ms = turn.typical(turn.optimizer)
         row.graph_ms = turn.typical(turn.replayed)
-        if turn.contestant.cycle == 1:
-            row.counted_gflop = _counted_gflop(turn.contestant, task)
-        if turn.contestant.name != FLOOR:
-            row.peak_mib = _peak_mib(turn.contestant, task)
-    return list(rows.values())
+        if contestant.cycle == 1:
+            row.counted_gflop = _counted_gflop(contestant, task)
+        if row.key != FLOOR:
+            row.peak_mib = _peak_mib(contestant, task)
+    return rows
 
 
 def _load() -> float | None:
@@ -201,12 +206,12 @@ def _load() -> float | None:
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Return the content of the JSON file."""
     device = options.device
-    taking_part = [c for c in CONTESTANTS if device == "cuda" or not c.gpu_only]
+    keys = [key for key in options.methods if device == "cuda" or not get(key).gpu_only]
     load, found = _load(), {}
     with matmul_precision(options.precision):
         for model in options.models:
             task = Task(model, options.batch, options.local_steps, device)
-            rows = compared(task, taking_part, options.rounds, options.steps)
+            rows = compared(task, keys, options.rounds, options.steps)
             found[model] = [asdict(row) for row in rows]
     return {
         "models": found,
@@ -223,6 +228,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["standard"])
+    parser.add_argument(
+        "--methods", nargs="+", default=list(CONTESTANTS), help="the study's have their names there"
+    )
     parser.add_argument("--batch", type=int, default=1000)
     parser.add_argument("--local-steps", type=int, default=10, help="T")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

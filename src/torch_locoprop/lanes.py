@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
+LANES = 8  # at most: a lane's memory is its own
+
 Lane = Callable[[], AbstractContextManager[None]]
 
 
@@ -23,14 +25,17 @@ def lanes() -> Iterator[Lane]:
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield nullcontext
         return
-    main, streams = torch.cuda.current_stream(), []
+    main = torch.cuda.current_stream()
+    streams: list[torch.cuda.Stream] = []
 
     @contextmanager
     def lane() -> Iterator[None]:
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(main)
-        streams.append(stream)
-        with torch.cuda.stream(stream):
+        if len(streams) < LANES:
+            streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+            streams[-1].wait_stream(main)
+        else:
+            streams.append(streams.pop(0))
+        with torch.cuda.stream(streams[-1]):
             yield
 
     yield lane

@@ -32,9 +32,9 @@ for eta_at, parts, first in itertools.product((0, 1, 2), (1, 3), (False, True)):
     compiled(kernels.rmsprop, eta_at=eta_at, **PLACES, **own)
     compiled(kernels.by_gram, eta_at=eta_at, **PLACES, HAS_BIAS=first, BLOCK=1024)
 for transfer in range(4):
-    compiled(kernels.transfer, TRANSFER=transfer, HAS_BIAS=True, BLOCK=1024)
     for has, moves in ((False, False), (True, False), (True, True)):
-        own = {"HAS_BIAS": has, "MOVES_BIAS": moves, "BLOCKS": 1 + transfer, "BLOCK": 1024}
+        own = {"HAS_START": has, "HAS_BIAS": has, "MOVES_BIAS": moves}
+        own |= {"BLOCKS": 1 + transfer, "BLOCK": 1024}
         compiled(kernels.residual, eta_at=transfer % 3, **PLACES, TRANSFER=transfer, **own)
 print("all compiled")
 """

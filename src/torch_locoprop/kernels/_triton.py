@@ -93,44 +93,33 @@ def plus(one, other):
 
 
 @triton.jit
-def transfer(
-    a, bias, rows, d,
-    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``a ← f(a + b)`` for ``a [d, rows]``; one program for a feature's block of rows."""
-    feature = tl.program_id(2).to(tl.int64) * d + tl.program_id(0)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at, mask = feature * rows + row, row < rows
-    z = tl.load(a + at, mask)
-    if HAS_BIAS:
-        z += tl.load(bias + feature)
-    tl.store(a + at, transferred(z, TRANSFER), mask)
-
-
-@triton.jit
 def residual(
-    a, target, sums, bias, square, momentum, new_bias, new_square, new_momentum, first,
+    a, base, start, sums, bias, square, momentum, new_bias, new_square, new_momentum, first,
     scale, eta, mu, rho, eps, rate, rows, d,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
-    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, MOVES_BIAS: tl.constexpr,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    TRANSFER: tl.constexpr, HAS_START: tl.constexpr, HAS_BIAS: tl.constexpr,
+    MOVES_BIAS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``a ← f(a + b) − target`` for ``a [d, rows]``; one program for a part of a feature's rows.
+    """``a ← f(a₀ + a + b) − f(a₀)`` for displacements ``a [d, rows]`` and ``b [d]``.
 
-    The sum over the part goes to ``sums [parts, d]`` or, where it is all of the bias's gradient but the
-    first, into a step of RMSProp on the bias.
+    ``a₀`` is base, and the bias it started from. One program has a part of a feature's rows. The sum
+    over the part goes to ``sums [parts, d]`` or, where it is all of the bias's gradient but the first,
+    into a step of RMSProp on the bias.
     """
     k = tl.program_id(2).to(tl.int64)
     feature = k * d + tl.program_id(0)
     total = tl.full((BLOCK,), 0.0, tl.float32)
-    b = 0.0
+    b0, b = 0.0, 0.0
+    if HAS_START:
+        b0 = tl.load(start + feature)
     if HAS_BIAS:
         b = tl.load(bias + feature)
     for block in range(BLOCKS):
         row = (tl.program_id(1) * BLOCKS + block) * BLOCK + tl.arange(0, BLOCK)
         at, mask = feature * rows + row, row < rows
-        y = transferred(tl.load(a + at, mask, 0.0) + b, TRANSFER)
-        change = tl.where(mask, y - tl.load(target + at, mask, 0.0), 0.0)
+        z = tl.load(base + at, mask, 0.0) + b0
+        moved_to = transferred(z + (tl.load(a + at, mask, 0.0) + b), TRANSFER)
+        change = tl.where(mask, moved_to - transferred(z, TRANSFER), 0.0)
         tl.store(a + at, change, mask)
         total += change
     g = tl.reduce(total, 0, plus)

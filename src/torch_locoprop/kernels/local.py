@@ -1,9 +1,10 @@
 """Local iterations with RMSProp on a linear layer, in four kernels each on a GPU, or in two by XᵀX.
 
-The plain version is ``FirstOrder.solve``. Here pre-activations are ``[d, rows]``: both products of an
-iteration then have the layout that the matrix units of a GPU take fastest, and one kernel adds the
-bias, applies the transfer, subtracts the target, sums over the rows, and makes the bias's step. By
-XᵀX, one product gives the gradients of weight and bias, and one kernel makes both steps.
+The plain version is ``FirstOrder.solve``. Here the iterations are on displacements: the rounding of a
+product is relative to what has moved. Pre-activations are ``[d, rows]``: both products of an iteration
+then have the layout that the matrix units of a GPU take fastest, and one kernel applies the transfer,
+subtracts the target, sums over the rows, and makes the bias's step. By XᵀX, one product gives the
+gradients of weight and bias, and one kernel makes both steps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
         return False
     if type(problem.layer) is not LinearLayer or _transfer(problem) is None:
         return False
-    if problem.g is not None or problem.base or isinstance(problem.row_weight, Tensor):
+    if problem.g is not None or isinstance(problem.row_weight, Tensor):
         return False
     if regularizer.has_direction or regularizer.has_prox:
         return False
@@ -50,7 +51,7 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
         return False  # another solver was at work before
     entries = [entry for state in states.values() for entry in state.values()]
     tensors = [*start.values(), *entries, *problem.first_gradient.values()]
-    tensors += problem.fixed.values()
+    tensors += [*problem.fixed.values(), *problem.base.values()]
     own = [number for each in numbers.values() for number in rmsprop.numbers_of(each)]
     return x.dtype == torch.float32 and rmsprop.fits(tensors, own)
 
@@ -65,20 +66,17 @@ def solve(
     """Return the new tensors and states."""
     gram, first = problem.through_gram(local_steps), problem.first_gradient
     rates = [local_rate(t, local_steps, local_decay) for t in range(local_steps)]
-    start = dict(problem.start)
-    if gram is not None:  # by displacements
-        start = {name: torch.zeros_like(tensor) for name, tensor in start.items()}
-    old = {name: Moving(tensor, **states[name]) for name, tensor in start.items()}
-    new = {name: Moving(*map(torch.empty_like, moving)) for name, moving in old.items()}
-    for name, moving in old.items():
-        rmsprop.step(moving, new[name], first[name], numbers[name], rates[0])
+    at = {}
+    for name, start in problem.start.items():
+        old = Moving(torch.zeros_like(start), **states[name])
+        at[name] = Moving(*map(torch.empty_like, old))
+        rmsprop.step(old, at[name], first[name], numbers[name], rates[0])
     if gram is not None:
-        new = _by_gram(problem, gram, new, numbers, rates[1:])
-        found = {name: problem.start[name] + moving.tensor for name, moving in new.items()}
-    else:
-        _by_rows(problem, new, numbers, rates[1:])
-        found = {name: moving.tensor for name, moving in new.items()}
-    return found, {name: {"square": m.square, "momentum": m.momentum} for name, m in new.items()}
+        at = _by_gram(problem, gram, at, numbers, rates[1:])
+    elif local_steps > 1:
+        _by_rows(problem, at, numbers, rates[1:])
+    found = {name: problem.start[name] + moving.tensor for name, moving in at.items()}
+    return found, {name: {"square": m.square, "momentum": m.momentum} for name, m in at.items()}
 
 
 def _by_gram(
@@ -120,58 +118,37 @@ def _by_rows(
     numbers: dict[str, Numbers],
     rates: Sequence[float],
 ) -> None:
-    """The rest of the iterations, in place."""
-    rows = _Rows(problem) if rates else None
+    """The rest of the iterations on the displacements, in place."""
+    x, first = problem.x, problem.first_gradient
+    turned = x.mT.contiguous()
+    weight, bias = at["weight"], at.get("bias")
+    origin = problem.fixed | problem.start
+    origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
+    base = torch.matmul(origin["weight"], x.mT).contiguous()
+    start = origin.get("bias")
+    d, rows = base.shape[-2:]
+    grid = (d, -(-rows // (BLOCK * BLOCKS)), base.numel() // (d * rows))
+    own = numbers.get("bias", numbers["weight"])
+    at_once = bias is not None and grid[1] == 1  # the bias's step, with its gradient
+    unused = Moving(base, base, base)  # pointers that are not read
+    states = bias or unused
     for rate in rates:
-        assert rows is not None
-        for name, gradient in rows.gradients(at, numbers, rate).items():
-            first = problem.first_gradient[name]
-            moving, own = at[name], numbers[name]
-            rmsprop.step(moving, moving, gradient, own, rate, first, problem.row_weight)
-
-
-class _Rows:
-    """The rows of a problem and their targets, as the products of an iteration take them."""
-
-    def __init__(self, problem: LocalProblem) -> None:
-        self.problem, self.x = problem, problem.x
-        self.turned = problem.x.mT.contiguous()
-        self.transfer = _transfer(problem)
-        self.first = problem.first_gradient.get("bias")
-        start = problem.start["weight"]
-        self.target = torch.matmul(start, self.x.mT).contiguous()
-        bias = problem.start.get("bias", problem.fixed.get("bias"))
-        d, rows = self.target.shape[-2:]
-        self.grid = (d, -(-rows // (BLOCK * BLOCKS)), self.target.numel() // (d * rows))
-        on_device.kernels().transfer[(d, -(-rows // BLOCK), self.grid[2])](
-            self.target, self.target if bias is None else bias, rows, d,
-            TRANSFER=self.transfer, HAS_BIAS=bias is not None, BLOCK=BLOCK,
+        a = torch.matmul(weight.tensor, x.mT).contiguous()
+        sums = a.new_empty(*a.shape[:-2], grid[1], d)
+        on_device.kernels().residual[grid](
+            a, base, base if start is None else start, sums, *states, *states,
+            first.get("bias", base), problem.row_weight, *rmsprop.numbers_of(own), rate, rows, d,
+            *rmsprop.places(own),
+            TRANSFER=_transfer(problem), HAS_START=start is not None, HAS_BIAS=bias is not None,
+            MOVES_BIAS=at_once, BLOCKS=min(BLOCKS, -(-rows // BLOCK)), BLOCK=BLOCK,
         )  # fmt: skip
-
-    def gradients(self, at: dict[str, Moving], numbers: dict[str, Numbers], rate: float) -> Tensors:
-        """What the gradients are more than the first ones; the bias's step may be made already."""
-        a = torch.matmul(at["weight"].tensor, self.x.mT).contiguous()
-        d, rows = a.shape[-2:]
-        moving, fixed = at.get("bias"), self.problem.fixed.get("bias")
-        bias = moving.tensor if moving is not None else fixed
-        own = numbers.get("bias", numbers["weight"])
-        members = rmsprop.members(own)
-        moves = moving is not None and self.grid[1] == 1 and members in (1, self.grid[2])
-        sums = a.new_empty(*a.shape[:-2], self.grid[1], d)
-        unused = a  # a pointer that is not read
-        states = moving if moving is not None else Moving(unused, unused, unused)
-        on_device.kernels().residual[self.grid](
-            a, self.target, sums, unused if bias is None else bias, *states[1:], *states,
-            unused if self.first is None else self.first, self.problem.row_weight,
-            *rmsprop.numbers_of(own), rate, rows, d, *rmsprop.places(own),
-            TRANSFER=self.transfer, HAS_BIAS=bias is not None, MOVES_BIAS=moves,
-            BLOCKS=min(BLOCKS, -(-rows // BLOCK)), BLOCK=BLOCK,
-        )  # fmt: skip
-        gradients = {"weight": torch.matmul(a, self.turned.mT)}
-        if moving is not None and not moves:
+        gradient = torch.matmul(a, turned.mT)
+        scale = problem.row_weight
+        rmsprop.step(weight, weight, gradient, numbers["weight"], rate, first["weight"], scale)
+        if bias is not None and not at_once:
             # The parts of a member are together only where the members have numbers of their own.
-            gradients["bias"] = sums if members == self.grid[2] else sums.sum(-2)
-        return gradients
+            parts = sums if rmsprop.members(own) == grid[2] else sums.sum(-2)
+            rmsprop.step(bias, bias, parts, own, rate, first["bias"], scale)
 
 
 def _agree(numbers: dict[str, Numbers]) -> bool:
