@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := $(VENV)/.peers
+BENCH := runs/bench
 
 # Threads of a matrix product wait for each other busily only for a moment: where another program has one
 # of the cores, the default wait makes every product many times slower; where none has, this costs nothing.
@@ -12,7 +14,7 @@ export GOMP_SPINCOUNT ?= 1000
 CORES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check clean
+.PHONY: help demo test check bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +32,12 @@ check: $(STAMP) ## lint, format, types, then all tests: what a change has to pas
 	$(BIN)/mypy --strict src
 	$(MAKE) --no-print-directory test
 
+bench: $(STAMP) $(PEERS) ## time LocoProp beside its matrix products and other optimizers, draw its growth
+	$(BIN)/python -m benchmarks.steps --device cpu --threads 2 --out $(BENCH)/steps.json
+	$(BIN)/python -m benchmarks.steady --threads 2 --out $(BENCH)/steady.json
+	$(BIN)/python -m benchmarks.growth --quick --device cpu --threads 2 \
+		--out $(BENCH)/growth.json --figure $(BENCH)/growth.png
+
 clean: ## remove the environment, caches and outputs
 	rm -rf $(VENV) dist build runs .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -39,3 +47,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
+
+# Other people's optimizers, for `make bench`: without them it goes on, and says which rows it has not.
+$(PEERS): $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e ".[peers]" locoprop==0.1.0 && touch $@

@@ -17,7 +17,12 @@ from torch_locoprop.study.figures.names import label
 from torch_locoprop.study.palette import colour
 
 METHODS = ("locoprop-m", "locoprop-s")
-VARIED = {"batch": "batch b", "width": "width d", "depth": "depth, layers", "T": "local iterations T"}
+VARIED = {
+    "batch": "batch b",
+    "width": "width d",
+    "depth": "depth, layers",
+    "T": "local iterations T",
+}
 MEASURES = {"step_ms": ("operations", "time, ms"), "peak_mib": ("numbers", "memory, MiB")}
 """What was measured, its formula, and how to call it."""
 
@@ -55,7 +60,9 @@ def markdown(content: dict[str, Any]) -> str:
     for varied in VARIED:
         columns = [values(content, m, varied, measure) for m in METHODS for measure in MEASURES]
         for row in zip(*columns, strict=True):
-            numbers = [text for value in row for text in (_text(value.measured), _text(value.formula))]
+            numbers = [
+                text for value in row for text in (_text(value.measured), _text(value.formula))
+            ]
             cells.append([f"{varied} = {row[0].at:,}", *numbers])
     about = "Beyond BackProp; one thing varied at a time around " + _base(content) + "."
     return f"{about}\n\n{table(head, cells)}"
@@ -108,7 +115,7 @@ def _panel(axes: Axes, content: dict[str, Any], varied: str, measure: str) -> No
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel(VARIED[varied])
-    style.finish(axes, f"{MEASURES[measure][1].partition(',')[0]} by {varied}")
+    style.finish(axes, f"{MEASURES[measure][1].partition(',')[0].capitalize()} by {varied}")
 
 
 def save(content: dict[str, Any], folder: Path, name: str) -> list[Path]:

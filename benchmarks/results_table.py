@@ -7,8 +7,8 @@
 One row a method and its settings, the best final train loss first; several numbers are several seeds,
 and curves are their means. Seconds are of all epochs, from runs that had the machine to themselves.
 Runs with other local iterations or another local solver than a method is registered with are a table
-of their own: `--varied`. `--reach` has instead the epoch and the seconds in which each first passed these
-train losses, by the mean of its seeds.
+of their own: `--varied`. `--reach` has instead the epoch after which each was first at these train
+losses, by the mean of its seeds and in the schedule of its whole run, and the seconds till then.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.steady --threads 2
 
 The last steps of a run take turns with the first steps of its twin, which starts then, so that a slow
-moment of the machine meets both. The images are those of CURVES, whose margins are black in all of them: a
-weight behind such a pixel has no gradient, and what a solver remembers of it decays to numbers with
+moment of the machine meets both. The images are those of CURVES, whose margins are black in all:
+a weight behind such a pixel has no gradient, and what a solver remembers of it decays to numbers with
 which some processors are far slower (denormals).
 """
 

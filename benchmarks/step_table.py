@@ -48,7 +48,7 @@ def _table(rows: list[Row]) -> str:
     head = ["", "loop, ms", "optimizer, ms", "× BackProp", "× products"]
     if replayed:
         head += ["graph, ms", "× BackProp", "× products"]
-    head += ["needed GFLOP", "computed", "GFLOP/s", "peak MiB"]
+    head += ["needed GFLOP", "computed", "TFLOP/s" if replayed else "GFLOP/s", "peak MiB"]
     by_key = {row["key"]: row for row in rows}
     base, floor = by_key.get(BACKPROP, {}), by_key.get(FLOOR, {})
     return table(head, [_line(row, base, floor, replayed) for row in rows])
@@ -64,7 +64,7 @@ def _line(row: Row, base: Row, floor: Row, replayed: bool) -> list[str]:
         cells += [_number(graph), _ratio(graph, base.get("graph_ms"))]
         cells += [_ratio(graph, floor.get("graph_ms"))]
     needed = row["needed_gflop"]
-    speed = None if needed is None or best is None else 1e3 * needed / best
+    speed = None if needed is None or best is None else (1 if replayed else 1e3) * needed / best
     cells += [_number(needed), _number(row["counted_gflop"]), _number(speed)]
     return [*cells, _number(row["peak_mib"])]
 

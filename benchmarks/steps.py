@@ -6,9 +6,9 @@
     python -m benchmarks.steps --show benchmarks/results/steps-*.json      # tables; nothing is run
 
 All take turns, round after round, so that a slow moment of the machine meets all of them; the table has
-medians over all steps. What is renewed only every k steps is timed over whole cycles, and has means. `loop`
-is the ordinary one, `loss.backward(); optimizer.step()`; `graph`, on a GPU, has the whole step replayed
-as a CUDA graph, for those that allow it. The floor is the matrix products of LocoProp-M alone.
+medians over all steps. What is renewed only every k steps is timed over whole cycles, and has means.
+`loop` is the ordinary one, `loss.backward(); optimizer.step()`; `graph`, on a GPU, has the whole step
+replayed as a CUDA graph, for those that allow it. The floor is LocoProp-M's matrix products alone.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ from statistics import mean, median
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop, baddbmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import step_table
 from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.step import EAGER_STEPS, TrainingStep
-
-IN_PLACE = {torch.ops.aten.addmm_: addmm_flop, torch.ops.aten.baddbmm_: baddbmm_flop}
-"""Products that torch's counter of operations does not know by itself."""
 
 
 @dataclass
@@ -161,9 +158,17 @@ def _peak_mib(contestant: Contestant, task: Task) -> float:
     return peak_bytes(work, task.device) / 2**20
 
 
+def _added_flop(_: object, left: torch.Size, right: torch.Size, **more: object) -> int:
+    return 2 * left.numel() * right[-1]
+
+
+ADDED = {torch.ops.aten.addmm_: _added_flop, torch.ops.aten.baddbmm_: _added_flop}
+"""Products that torch's counter does not know by itself."""
+
+
 def _counted_gflop(contestant: Contestant, task: Task) -> float:
     ready = _ready(contestant, task)
-    with FlopCounterMode(display=False, custom_mapping=IN_PLACE) as counter:
+    with FlopCounterMode(display=False, custom_mapping=ADDED) as counter:
         ready.step()
     return counter.get_total_flops() / 1e9
 

@@ -9,7 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torch_locoprop.transfers import Linear, Transfer
+from torch_locoprop.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
+
+_MAKE_NEW_TENSORS = (Tanh, Sigmoid, ReLU)  # what they return is nobody else's
 
 
 class LocalLoss:
@@ -67,7 +69,9 @@ class Matching(LocalLoss):
     closed_form = True
 
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
-        return transfer.f(a) - target
+        y = transfer.f(a)
+        fresh = type(transfer) in _MAKE_NEW_TENSORS
+        return y.sub_(target) if fresh else y - target
 
     def is_quadratic(self, transfer: Transfer) -> bool:
         return isinstance(transfer, Linear) and type(self).residual is Matching.residual
