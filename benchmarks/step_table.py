@@ -29,10 +29,10 @@ def markdown(content: dict[str, Any]) -> str:
     ]
     where = content["environment"]
     notes = [f"{where['machine']}, {where['threads']} threads, PyTorch {where['torch']}"]
-    notes += [f"{content['precision']}, {content['rounds']} rounds of {content['steps']} steps"]
-    load = content.get("load") or {}
-    if load.get("before") is not None:
-        notes.append(f"load of the machine before {load['before']}, after {load['after']}")
+    notes.append(content["precision"])
+    if "rounds" in content:  # results of earlier programs do not tell
+        notes.append(f"{content['rounds']} rounds of {content['steps']} steps")
+        notes.append(f"load of the machine before {content['load'][0]}, after {content['load'][1]}")
     missing = {
         f"{row['name']} was not measured. {row['missing']}"
         for rows in content["models"].values()

@@ -114,7 +114,7 @@ def _milliseconds(work: Callable[[], object], steps: int, device: str) -> float:
 
 
 def steps_in_a_round(cycle: int, rounds: int, steps: int) -> int:
-    """Return how many steps to take so that all rounds together are whole cycles."""
+    """Return how many steps to take so that so many rounds together are whole cycles."""
     whole = math.lcm(rounds, cycle)
     return math.ceil(rounds * steps / whole) * whole // rounds
 
@@ -188,9 +188,10 @@ def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[R
             continue
         turns.append(Turns(rows[-1], contestant, task.device, ready, _graph(contestant, task)))
         turns[-1].warm_up()
+    together = 1 if task.device == "cuda" else rounds  # a GPU's steps are not timed one by one
     for _ in range(rounds):
         for turn in turns:
-            turn.take(steps_in_a_round(turn.contestant.cycle, rounds, steps))
+            turn.take(steps_in_a_round(turn.contestant.cycle, together, steps))
     for turn in turns:
         row, contestant = turn.row, turn.contestant
         row.loop_ms = turn.typical(turn.loop)
@@ -203,9 +204,9 @@ def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[R
     return rows
 
 
-def _load() -> float | None:
-    """How many programs wanted to run in the last minute, this one among them."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+def _load() -> float:
+    """How many threads wanted to run in the last minute, those of this program among them."""
+    return round(os.getloadavg()[0], 2)
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
@@ -225,7 +226,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
         "precision": options.precision,
         "rounds": options.rounds,
         "steps": options.steps,
-        "load": {"before": load, "after": _load()},
+        "load": [load, _load()],
         "environment": environment(device),
     }
 

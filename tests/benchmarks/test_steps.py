@@ -82,7 +82,7 @@ def row(key: str, **known: Any) -> dict[str, Any]:
 
 
 def content(*rows: dict[str, Any]) -> dict[str, Any]:
-    about = {"batch": 7, "local_steps": 10, "precision": "tf32", "rounds": 5, "steps": 20}
+    about = {"batch": 7, "local_steps": 10, "precision": "tf32"}
     where = {"machine": "a machine", "threads": 2, "torch": "2"}
     return {"models": {"standard": list(rows)}, **about, "environment": where}
 
