@@ -45,7 +45,7 @@ def markdown(content: dict[str, Any]) -> str:
 
 def _table(rows: list[Row]) -> str:
     replayed = any(row["graph_ms"] is not None for row in rows)
-    head = ["", "loop, ms", "optimizer, ms", "× BackProp", "× products"]
+    head = ["", "loop, ms", "quartiles", "optimizer, ms", "× BackProp", "× products"]
     if replayed:
         head += ["graph, ms", "× BackProp", "× products"]
     head += ["needed GFLOP", "computed", "TFLOP/s" if replayed else "GFLOP/s", "peak MiB"]
@@ -57,7 +57,8 @@ def _table(rows: list[Row]) -> str:
 def _line(row: Row, base: Row, floor: Row, replayed: bool) -> list[str]:
     loop, best = row["loop_ms"], row["graph_ms"] or row["loop_ms"]
     name = row["name"] + (" (not installed)" if row["missing"] else "")
-    cells = [name, _number(loop), _number(row["optimizer_ms"])]
+    spread = "–".join(map(_number, row["quartiles_ms"] or [])) or "–"
+    cells = [name, _number(loop), spread, _number(row["optimizer_ms"])]
     cells += [_ratio(loop, base.get("loop_ms")), _ratio(loop, floor.get("loop_ms"))]
     if replayed:
         graph = row["graph_ms"]

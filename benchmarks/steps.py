@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ class Row:
     key: str
     name: str
     loop_ms: float | None = None
+    quartiles_ms: list[float] | None = None  # of the same: how far steps, or a GPU's rounds, differ
     optimizer_ms: float | None = None
     graph_ms: float | None = None
     needed_gflop: float | None = None  # of the method's products, by formula
@@ -98,6 +99,12 @@ class Turns:
         if not times:
             return None
         return median(times) if self.contestant.cycle == 1 else mean(times)
+
+    def quartiles(self) -> list[float] | None:
+        if self.contestant.cycle > 1 or len(self.loop) < 2:
+            return None
+        lower, _, upper = quantiles(self.loop, n=4, method="inclusive")
+        return [lower, upper]
 
 
 def _now(device: str) -> float:
@@ -195,6 +202,7 @@ def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[R
     for turn in turns:
         row, contestant = turn.row, turn.contestant
         row.loop_ms = turn.typical(turn.loop)
+        row.quartiles_ms = turn.quartiles()
         row.optimizer_ms = turn.typical(turn.optimizer)
         row.graph_ms = turn.typical(turn.replayed)
         if contestant.cycle == 1:
@@ -242,15 +250,15 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
     parser.add_argument("--threads", type=int, help="of the CPU; otherwise as many as torch likes")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="in a round; 4, on a GPU 20")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--steps", type=int, help="in a round; 2, on a GPU 20")
     parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
     parser.add_argument("--show", type=Path, nargs="+", help="such files, to be shown instead")
     options = parser.parse_args(arguments)
     if options.show:
         step_table.show(options.show)
         return
-    options.steps = options.steps or (20 if options.device == "cuda" else 4)
+    options.steps = options.steps or (20 if options.device == "cuda" else 2)
     if options.threads:
         torch.set_num_threads(options.threads)
     content = measured(options)

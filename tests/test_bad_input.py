@@ -188,14 +188,23 @@ def test_fallback_cannot_be_one_that_needs_a_closure() -> None:
         LocoProp(model, fallback=lambda p: torch.optim.LBFGS(p))
 
 
-@pytest.mark.parametrize(("local_steps", "expected"), [(1, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"local_steps": 1}, 0),
+        ({"local_steps": 2}, 1),
+        ({"local_steps": 1, "solver": "exact", "variant": "locoprop-s"}, 1),
+        ({"local_steps": 1, "variant": "natural-s", "output_transfer": "linear"}, 1),
+    ],
+    ids=["one", "two", "exact", "natural"],
+)
 def test_several_processes_are_warned_that_they_drift_apart(
-    local_steps: int, expected: int, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     model = nn.Sequential(nn.Linear(3, 2))
-    optimizer = LocoProp(model, local_steps=local_steps)
+    optimizer = LocoProp(model, **settings)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):

@@ -13,7 +13,7 @@ from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import L1, L2, Regularizer
 from torch_locoprop.solvers import Exact, FirstOrder, Numbers, Sgd, Solver
 from torch_locoprop.targets import GradientDescent, MirrorDescent, Target
-from torch_locoprop.transfers import Transfer
+from torch_locoprop.transfers import Transfer, get
 
 
 class OwnMirrorDescent(Target):
@@ -202,3 +202,11 @@ def test_a_component_with_tensors_is_its_own() -> None:
     ]
     opt = LocoProp(model, param_groups=groups)
     assert [group["solver"] for group in opt.param_groups] == ["scaled", "scaled-2"]
+
+
+@pytest.mark.parametrize("transfer", ["tanh", "sigmoid", "relu"])
+def test_residuals_of_the_matching_loss_can_be_differentiated(transfer: str) -> None:
+    a = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    residual = Matching().residual(a, torch.zeros(3, 2, dtype=torch.float64), get(transfer))
+    (found,) = torch.autograd.grad(residual.sum(), a)
+    torch.testing.assert_close(found, get(transfer).derivative(a.detach()))

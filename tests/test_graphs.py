@@ -192,6 +192,47 @@ def test_accumulated_gradients_and_layers_called_twice() -> None:
     same(runs[1], runs[0])
 
 
+class Remembering(torch.optim.Optimizer):
+    """Steps along the gradient before, of which it keeps no copy."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(group["lr"] * self.state[p].get("last", torch.zeros_like(p)))
+                self.state[p]["last"] = p.grad
+
+
+def test_what_an_outer_optimizer_keeps_is_not_written_over() -> None:
+    settings = {"apply": "gradient", "outer": Remembering}
+    same(trained(cuda_graph=False, **settings)[0], trained(**settings)[0])
+
+
+@pytest.mark.filterwarnings("ignore:The local solution")
+def test_first_steps_that_are_not_finite_do_not_stop_the_recording() -> None:
+    model = network()
+    optimizer = LocoProp(model, lr=1e-3, output_transfer="linear")
+    for step in range(12):
+        images = batch(step) * (torch.nan if step < 6 else 1.0)
+        optimizer.zero_grad()
+        model(images).square().mean().backward()
+        optimizer.step()
+    assert optimizer._graphs.failure is None
+    assert GPU or Emulated.made == 1
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+class Growing(Exact):
+    """Looks at how many problems there were."""
+
+    def solve(self, problem: Any, *others: Any) -> Any:
+        new, states = super().solve(problem, *others)
+        return {name: t * (1 + 1e-3 * problem.number) for name, t in new.items()}, states
+
+
 class OneOfAUser(Sgd):
     """Looks at numbers, as a user's solver may."""
 
@@ -208,9 +249,10 @@ class OneOfAUser(Sgd):
         {"diagnose": True},
         {"variant": "pocoprop-m"},
         {"solver": Exact(), "variant": "locoprop-s"},
+        {"solver": Growing(every=7), "variant": "locoprop-s"},
         {"cuda_graph": False},
     ],
-    ids=["solver", "diagnose", "gradients of rows", "closed form", "switched off"],
+    ids=["solver", "diagnose", "rows' gradients", "closed form", "another one", "switched off"],
 )
 def test_what_may_look_at_numbers_is_not_recorded(settings: dict[str, Any]) -> None:
     trained(**settings)
@@ -248,8 +290,9 @@ def test_a_step_that_cannot_be_recorded_is_taken_all_the_same_and_said(
     expected, _ = trained(cuda_graph=False)
     monkeypatch.setattr(graphs, "Recording", refuse)
     with pytest.warns(UserWarning, match=r"could not be recorded.*cuda_graph=False") as warned:
-        found, _ = trained()
+        found, optimizer = trained()
     assert len(warned) == 1
+    assert not optimizer._graphs._kinds  # what is not used holds no memory
     same(found, expected)
 
 

@@ -7,7 +7,7 @@ backward pass leaves elsewhere each time, inputs and gradients, is copied to whe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torch_locoprop.assembly import Method, local_problems_before, method_for
 from torch_locoprop.groups import LAYER_SETTINGS, Group
 from torch_locoprop.served import Call, ServedLayer
+from torch_locoprop.settings import Components
+from torch_locoprop.transfers import Linear
 
 Directions = dict[nn.Parameter, Tensor]
 Solve = Callable[[], Directions]
@@ -30,13 +33,18 @@ KINDS = (
 
 
 class Recording:
-    """A CUDA graph and what it returns."""
+    """A CUDA graph of work on the current device, and what it returns."""
 
     def __init__(self, solve: Solve) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads, such as those that load data, may go on with whatever they do.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self.result = solve()
+        before = torch.cuda.current_stream()
+        own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        try:
+            # Other threads, such as those that load data, may go on with whatever they do.
+            with torch.cuda.graph(self._graph, stream=own, capture_error_mode="thread_local"):
+                self.result = solve()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that failed does not do so
 
     def replay(self) -> None:
         self._graph.replay()
@@ -80,20 +88,22 @@ class StepGraphs:
                 kind.reads, kind.recording = _recorded(layers, solve)
             except RuntimeError as error:
                 self.failure = str(error)
+                self._kinds.clear()  # and the memory that may have been lacking
                 return solve()
         else:
             torch._foreach_copy_(list(kind.reads), _left_by_backward(layers))
         kind.recording.replay()
-        return kind.recording.result
+        return {p: direction.clone() for p, direction in kind.recording.result.items()}
 
     @contextmanager
     def rates_on_device(self, groups: Sequence[Group], device: torch.device) -> Iterator[None]:
         """Learning rates where a graph reads them; from the first step on, to round alike in all."""
         given = [group["lr"] for group in groups]
         try:
-            for index, group in enumerate(groups):
+            for group in groups:
                 if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
-                    group["lr"] = self._rate(index, group, device)
+                    # Groups at one rate share its tensor: some kernels ask for that.
+                    group["lr"] = self._rate(given.index(group["lr"]), group, device)
             yield
         finally:
             for group, lr in zip(groups, given, strict=True):
@@ -108,37 +118,62 @@ class StepGraphs:
         return rate.fill_(float(group["lr"]))
 
 
-def key_of(layer: ServedLayer, parts: Sequence[Any], groups: Sequence[Group]) -> Hashable:
-    """What makes the work on a layer what it is, but for the numbers in its tensors."""
-    tensors = [(p.data_ptr(), _form(p), _form(p.grad)) for p in layer.tensors.values()]
-    settings = [tuple(_known(group.get(name)) for name in _SETTINGS) for group in groups]
-    rates = [group["lr"].data_ptr() for group in groups]
-    counts = [each.data_ptr() for each in layer.counts.values() if isinstance(each, Tensor)]
-    calls = [
-        (call.shape, None if call.kept is None else len(call.kept), *map(_form, _inputs(call)))
-        for call in layer.calls
-    ]
-    known = [part if isinstance(part, int) else id(part) for part in parts]
-    return layer.name, *known, *tensors, *settings, *rates, *counts, *calls
+def key_of(
+    layers: Sequence[ServedLayer],
+    group_of: Mapping[nn.Parameter, Group],
+    components: Components,
+    state: Mapping[Tensor, Mapping[str, Tensor]],
+    terms: int,
+) -> Hashable | None:
+    """Equal for steps that are the same work on the device; None if this one may be its own."""
+    keys: list[Hashable] = [terms, *_precisions()]
+    for layer in layers:
+        group = group_of[layer.given[0]]
+        method = method_for(layer, group, components)
+        states = [state[p] for p in layer.with_gradient.values()]
+        if not _is_plain(layer) or not _is_fixed(layer, method, group, states):
+            return None
+        parts = (method.variant, method.solver, method.regularizer, layer.transfer)
+        keys += [layer.name, method.local_steps, *map(id, parts)]
+        keys += [(_place(p), _form(p.grad)) for p in layer.tensors.values()]
+        keys += [(name, _place(entry)) for own in states for name, entry in own.items()]
+        keys += [_place(each) for each in layer.counts.values() if isinstance(each, Tensor)]
+        for own in (group_of[p] for p in layer.given):
+            keys += [_place(own["lr"]), *(_known(own.get(name)) for name in _SETTINGS)]
+        for call in layer.calls:
+            kept = None if call.kept is None else len(call.kept)
+            keys += [call.shape, kept, *map(_form, _inputs(call))]
+    return tuple(keys)
 
 
 _SETTINGS = (*LAYER_SETTINGS, "momentum", "decay", "eps", "weight_decay", "local_lr")
+
+
+def _is_fixed(
+    layer: ServedLayer, method: Method, group: Group, states: Sequence[Mapping[str, Tensor]]
+) -> bool:
+    """Whether nothing in the solution of a layer's problem is left to the host."""
+    variant, solver = method.variant, method.solver
+    parts = (variant.loss, variant.target, method.regularizer, solver, layer.transfer or Linear())
+    settled = solver.name == "sgd" or any(states)  # the first state is put in its place by the host
+    fixed = solver.is_fixed_work(local_problems_before(group))
+    return settled and fixed and not layer.needs and all(map(_is_ours, parts))
 
 
 def _known(setting: Any) -> Any:
     """A setting by its value, or by its place where that is on the device."""
     if not isinstance(setting, Tensor):
         return setting
-    return float(setting) if setting.is_cpu else setting.data_ptr()
+    return float(setting) if setting.is_cpu else _place(setting)
 
 
-def precisions() -> tuple[str, str]:
+def _precisions() -> tuple[str, str]:
     """Those of matrix products and convolutions, which a graph keeps as they were."""
     cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return cuda.fp32_precision, cudnn.fp32_precision
 
 
-def is_plain(layer: ServedLayer) -> bool:
+def _is_plain(layer: ServedLayer) -> bool:
     """Whether all that a graph would copy for the layer is there and can be copied."""
     tensors = [tensor for call in layer.calls for tensor in _inputs(call)]
     tensors += [p.grad for p in layer.with_gradient.values() if p.grad is not None]
@@ -146,13 +181,17 @@ def is_plain(layer: ServedLayer) -> bool:
     return plain and bool(layer.calls)
 
 
-def is_ours(part: object) -> bool:
+def _is_ours(part: object) -> bool:
     """Whether the class is this library's: of others' it is not known what they do on the host."""
     return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 def _form(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def _place(tensor: Tensor) -> Hashable:
+    return tensor.data_ptr(), _form(tensor)
 
 
 def _inputs(call: Call) -> list[Tensor]:
@@ -174,7 +213,7 @@ def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
 
 
 def _left_by_backward(layers: Sequence[ServedLayer]) -> list[Tensor]:
-    """Inputs and gradients of all layers, in an order of their own."""
+    """Inputs of all layers, then gradients."""
     inputs = [tensor for layer in layers for call in layer.calls for tensor in _inputs(call)]
     return [*inputs, *(p.grad for p in _moving(layers) if p.grad is not None)]
 
@@ -185,14 +224,14 @@ def _moving(layers: Sequence[ServedLayer]) -> list[nn.Parameter]:
 
 def _recorded(layers: Sequence[ServedLayer], solve: Solve) -> tuple[list[Tensor], Recording]:
     """A recording of the step, not taken yet, and the copies that it reads."""
-    reads = [tensor.clone() for tensor in _left_by_backward(layers)]
-    inputs, moving = iter(reads), _moving(layers)
+    reads, moving = [tensor.clone() for tensor in _left_by_backward(layers)], _moving(layers)
+    inputs = iter(reads)
     calls = [list(layer.calls) for layer in layers]
     gradients = [p.grad for p in moving]
     try:
         for layer in layers:
             layer.calls[:] = [_reading(call, inputs) for call in layer.calls]
-        for p, gradient in zip(moving, inputs, strict=True):
+        for p, gradient in zip(moving, reads[-len(moving) :], strict=True):
             p.grad = gradient
         return reads, Recording(solve)
     finally:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 
 import torch
 
@@ -25,19 +26,32 @@ def lanes() -> Iterator[Lane]:
     if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
         yield nullcontext
         return
-    main = torch.cuda.current_stream()
-    streams: list[torch.cuda.Stream] = []
+    main, streams = torch.cuda.current_stream(), _streams(torch.cuda.current_device())
+    used: list[torch.cuda.Stream] = []
 
     @contextmanager
     def lane() -> Iterator[None]:
-        if len(streams) < LANES:
-            streams.append(torch.cuda.Stream())  # type: ignore[no-untyped-call]
-            streams[-1].wait_stream(main)
+        if len(used) < LANES:
+            used.append(streams[len(used)])
+            used[-1].wait_stream(main)
         else:
-            streams.append(streams.pop(0))
-        with torch.cuda.stream(streams[-1]):
+            used.append(used.pop(0))
+        with torch.cuda.stream(used[-1]):
             yield
 
-    yield lane
-    for stream in streams:
-        main.wait_stream(stream)
+    try:
+        yield lane
+    finally:
+        for stream in used:
+            main.wait_stream(stream)
+
+
+@cache
+def _streams(device: int) -> list[torch.cuda.Stream]:
+    """Made once: torch has few of them, and gives the same to several who ask."""
+    return [torch.cuda.Stream(device) for _ in range(LANES)]  # type: ignore[no-untyped-call]
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Work goes to this device: streams, graphs and Triton's kernels ask for the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

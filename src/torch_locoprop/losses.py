@@ -70,7 +70,7 @@ class Matching(LocalLoss):
 
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         y = transfer.f(a)
-        fresh = type(transfer) in _MAKE_NEW_TENSORS
+        fresh = type(transfer) in _MAKE_NEW_TENSORS and not y.requires_grad
         return y.sub_(target) if fresh else y - target
 
     def is_quadratic(self, transfer: Transfer) -> bool:

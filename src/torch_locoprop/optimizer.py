@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, overload
 
 import torch
@@ -16,8 +16,8 @@ from torch_locoprop.assembly import (
     backprop_step,
     full_precision,
     gradients_by_gram,
+    has_curvature,
     local_problem,
-    local_problems_before,
     loss_terms,
     method_for,
     running_fisher,
@@ -41,7 +41,7 @@ from torch_locoprop.groups import (
     warn_of_ignored,
 )
 from torch_locoprop.guards import all_finite, guarded
-from torch_locoprop.lanes import lanes
+from torch_locoprop.lanes import current, lanes
 from torch_locoprop.outer import OuterFactory, as_gradient, make_outer, outer_factor
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import Regularizer
@@ -50,7 +50,7 @@ from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
 from torch_locoprop.survey import check_any_served, patterns_of, survey
-from torch_locoprop.transfers import Linear, Transfer, get
+from torch_locoprop.transfers import Transfer, get
 from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
@@ -98,7 +98,8 @@ class LocoProp(WithFallback):
             back. None: all that can.
         diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time.
         cuda_graph: on a GPU, replay steps that are the same work as those before as a CUDA graph: the
-            same numbers, far sooner, for a copy of the layers' inputs. False: never.
+            same to rounding, far sooner, for copies of the layers' inputs and memory of its own. False:
+            never.
         apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
             displacement, as a gradient, to the optimizer that ``outer`` makes; ``nothing``, for control
             runs, solves everything and applies nothing: weights stay, or get the plain gradient's
@@ -251,20 +252,26 @@ class LocoProp(WithFallback):
     ) -> dict[nn.Parameter, Tensor]:
         """Solve every layer's local problem; on a GPU, by the replay of a graph where that is right."""
         layers = [layer for layer in self._layers if layer.with_gradient]
-        device = layers[0].given[0].device
+        device, *others = {layer.given[0].device for layer in layers}
 
         def solve() -> dict[nn.Parameter, Tensor]:
             directions: dict[nn.Parameter, Tensor] = {}
             with lanes() as lane:
                 for layer in layers:
-                    with lane(), timed(self._diagnosed, layer.name, layer.given[0].device):
+                    own = layer.given[0].device
+                    with current(own), lane(), timed(self._diagnosed, layer.name, own):
                         directions |= self._solve(layer, group_of, terms)
             return directions
 
-        if not self._replays or not graphs.can_record(device):
-            return solve()
-        with self._graphs.rates_on_device(self._local_groups(), device):
-            directions = self._graphs.take(self._key(layers, group_of, terms), layers, solve)
+        with current(device):
+            if not self._replays or others or not graphs.can_record(device):
+                return solve()
+            with self._graphs.rates_on_device(self._local_groups(), device):
+                known = (layers, group_of, self._components, self.state, terms)
+                key = None if self._diagnosed is not None else graphs.key_of(*known)
+                directions = self._graphs.take(key, layers, solve)
+        if key is not None and self._apply == "replace":
+            self._note_replay(layers)
         if self._graphs.failure is not None:
             self._warn_once(
                 "graph",
@@ -273,34 +280,10 @@ class LocoProp(WithFallback):
             )
         return directions
 
-    def _key(
-        self, layers: list[ServedLayer], group_of: dict[nn.Parameter, Group], terms: int
-    ) -> Hashable | None:
-        """Equal for steps that are the same work on the device; None if this one may be its own."""
-        keys: list[Hashable] = [terms, *graphs.precisions()]
-        device = layers[0].given[0].device
-        for layer in layers:
-            group = group_of[layer.given[0]]
-            method = method_for(layer, group, self._components)
-            variant, solver = method.variant, method.solver
-            parts = (variant.loss, variant.target, method.regularizer, layer.transfer or Linear())
-            fixed = graphs.is_plain(layer) and solver.is_fixed_work(local_problems_before(group))
-            if layer.needs or not fixed or not all(map(graphs.is_ours, parts)):
-                return None
-            if layer.given[0].device != device or self._diagnosed is not None:
-                return None
-            trained = layer.with_gradient.values()
-            states = [entry.data_ptr() for p in trained for entry in self.state[p].values()]
-            known = (
-                variant,
-                solver,
-                method.regularizer,
-                layer.transfer,
-                method.local_steps,
-                *states,
-            )
-            keys.append(graphs.key_of(layer, known, [group_of[p] for p in layer.given]))
-        return tuple(keys)
+    def _note_replay(self, layers: list[ServedLayer]) -> None:
+        """Tell autograd what a replay has written, of which it saw nothing."""
+        written = [p for layer in layers for p in layer.with_gradient.values()]
+        torch.autograd.graph.increment_version(written)
 
     def _solve(
         self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int
@@ -560,11 +543,9 @@ class LocoProp(WithFallback):
 
     def _warn_of_processes(self) -> None:
         """Other processes average gradients, and each has the curvature of its own rows only."""
-        groups = self._local_groups()
-        one = all(
-            g["local_steps"] == 1 and self._components.solver(g).name != "exact" for g in groups
-        )
-        if "processes" in self._warned or one or not torch.distributed.is_available():
+        if "processes" in self._warned or not torch.distributed.is_available():
+            return
+        if not any(has_curvature(group, self._components) for group in self._local_groups()):
             return
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._warn_once(

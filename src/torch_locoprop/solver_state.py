@@ -11,7 +11,7 @@ Tensors = dict[str, Tensor]
 def like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
     """A parameter's state in its dtype and on its device, should the model have been moved."""
     return {
-        key: value if key == "step" else value.to(parameter)
+        key: value.to(parameter.device) if key == "step" else value.to(parameter)
         for key, value in state.items()
         if key != without
     }

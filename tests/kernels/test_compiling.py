@@ -27,8 +27,8 @@ def compiled(kernel, **constants):
     assert made.asm["ptx"]
 
 
-for eta_at, parts, first in itertools.product((0, 1, 2), (1, 3), (False, True)):
-    own = {"PARTS": parts, "HAS_FIRST": first, "BLOCK": 1024}
+for eta_at, first in itertools.product((0, 1, 2), (False, True)):
+    own = {"HAS_FIRST": first, "BLOCK": 1024}
     compiled(kernels.rmsprop, eta_at=eta_at, **PLACES, **own)
     compiled(kernels.by_gram, eta_at=eta_at, **PLACES, HAS_BIAS=first, BLOCK=1024)
 for transfer in range(4):

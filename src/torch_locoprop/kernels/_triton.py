@@ -38,16 +38,14 @@ def rmsprop(
     tensor, square, momentum, new_tensor, new_square, new_momentum,
     gradient, first, scale, eta, mu, rho, eps, rate, each,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
-    PARTS: tl.constexpr, HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """RMSProp with the sum of a gradient's parts or, given a first one, that and ``scale`` sums."""
+    """RMSProp with the gradient or, given a first one, with that and ``scale`` gradients."""
     k = tl.program_id(1).to(tl.int64)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < each
     at = k * each + inside
-    g = tl.load(gradient + k * PARTS * each + inside, mask)
-    for part in tl.static_range(1, PARTS):
-        g += tl.load(gradient + (k * PARTS + part) * each + inside, mask)
+    g = tl.load(gradient + at, mask)
     if HAS_FIRST:
         g = scale * g + tl.load(first + at, mask)
     w, v, m = moved(

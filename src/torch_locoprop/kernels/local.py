@@ -146,9 +146,7 @@ def _by_rows(
         scale = problem.row_weight
         rmsprop.step(weight, weight, gradient, numbers["weight"], rate, first["weight"], scale)
         if bias is not None and not at_once:
-            # The parts of a member are together only where the members have numbers of their own.
-            parts = sums if rmsprop.members(own) == grid[2] else sums.sum(-2)
-            rmsprop.step(bias, bias, parts, own, rate, first["bias"], scale)
+            rmsprop.step(bias, bias, sums.sum(-2), own, rate, first["bias"], scale)
 
 
 def _agree(numbers: dict[str, Numbers]) -> bool:

@@ -34,6 +34,7 @@ def fits(tensors: Sequence[Tensor], numbers: Sequence[Number]) -> bool:
     return (
         on_device.has_kernels(device)
         and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
+        and all(t.numel() < 2**31 for t in tensors)
         and all(n.dtype == torch.float32 for n in numbers if isinstance(n, Tensor))
         and all(n.device == device for n in numbers if isinstance(n, Tensor))
     )
@@ -50,17 +51,15 @@ def step(
 ) -> None:
     """Write a step from ``old`` into ``new``, which may be the same; η counts ``rate`` times.
 
-    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. The gradient may
-    have a dimension more, in front of those of the tensor without K, over which it is summed. With
-    ``first``, the gradient counts ``scale`` times beside it.
+    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. With ``first``,
+    the gradient counts ``scale`` times beside it.
     """
     count = members(numbers)
     each = old.tensor.numel() // count
-    parts = gradient.numel() // old.tensor.numel()
     known = gradient if first is None else first  # a pointer that is not read
     on_device.kernels().rmsprop[(-(-each // BLOCK), count)](
         *old, *new, gradient, known, scale, *numbers_of(numbers), rate, each, *places(numbers),
-        PARTS=parts, HAS_FIRST=first is not None, BLOCK=BLOCK,
+        HAS_FIRST=first is not None, BLOCK=BLOCK,
     )  # fmt: skip
 
 

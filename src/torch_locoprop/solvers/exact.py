@@ -71,7 +71,7 @@ class Exact(Solver):
         eta = spread(numbers[owner].lr, gradient)
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
-        with _full_products():
+        with _full_products(gradient):
             if self.every == 1 and self.decay == 0 and self.damping is None:
                 x = problem.inputs * problem.row_weight**0.5
                 found = (
@@ -131,10 +131,13 @@ class Exact(Solver):
 
 
 @contextmanager
-def _full_products() -> Iterator[None]:
+def _full_products(like: Tensor) -> Iterator[None]:
     """Products with all digits of float32: those of TF32 do not do for an inverse."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
+    if not like.is_cuda or before == "ieee":
+        yield
+        return
     matmul.fp32_precision = "ieee"
     try:
         yield

@@ -66,7 +66,7 @@ class FirstOrder(Solver):
         return at, states
 
     def is_fixed_work(self, number: int) -> bool:
-        return type(self).__module__ == __name__  # what others' do on the host is theirs to say
+        return True
 
 
 class Sgd(FirstOrder):
