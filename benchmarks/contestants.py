@@ -49,9 +49,8 @@ class Ready:
 
     update: Do
     gradients: Do | None = None
-    optimizer: Optimizer | None = (
-        None  # if it is one of torch's kind, with the model and its images
-    )
+    # If it is one of torch's kind, with the model and its images.
+    optimizer: Optimizer | None = None
     model: nn.Module | None = None
     images: Tensor | None = None
 

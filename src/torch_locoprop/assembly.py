@@ -51,13 +51,6 @@ def local_problems_before(group: Group) -> int:
     return int(-(-group["steps"] // group["every"]))
 
 
-def has_curvature(group: Group, components: Components) -> bool:
-    """Whether a step is more than one iteration along the gradients of the parameters."""
-    needs = components.variant(group).target.needs | components.regularizer(group).needs
-    plain = group["local_steps"] == 1 and isinstance(components.solver(group), FirstOrder)
-    return not plain or "fisher" in needs
-
-
 def _is_exact(method: Method) -> bool:
     return not isinstance(method.solver, FirstOrder)
 

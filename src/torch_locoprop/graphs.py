@@ -24,12 +24,10 @@ from torch_locoprop.transfers import Linear
 Directions = dict[nn.Parameter, Tensor]
 Solve = Callable[[], Directions]
 
-EAGER_STEPS = (
-    3  # of one kind, before it is recorded: states come into being, libraries choose kernels
-)
-KINDS = (
-    4  # of steps to know at a time: a batch that is smaller now and then, local problems at times
-)
+# Steps of one kind before it is recorded: libraries choose their kernels.
+EAGER_STEPS = 3
+# Kinds of steps to know: a batch is smaller now and then, or has no local problems.
+KINDS = 4
 
 
 class Recording:
@@ -69,7 +67,7 @@ class StepGraphs:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, _Kind] = {}
-        self._rates: dict[int, Tensor] = {}
+        self._rates: dict[tuple[int, torch.dtype], Tensor] = {}
         self.failure: str | None = None  # why nothing is recorded any more
 
     def take(self, key: Hashable | None, layers: Sequence[ServedLayer], solve: Solve) -> Directions:
@@ -112,9 +110,9 @@ class StepGraphs:
     def _rate(self, index: int, group: Group, device: torch.device) -> Tensor:
         wide = group["params"][0].dtype == torch.float64
         dtype = torch.float64 if wide else torch.float32
-        rate = self._rates.get(index)
-        if rate is None or (rate.dtype, rate.device) != (dtype, device):
-            rate = self._rates[index] = torch.empty((), dtype=dtype, device=device)
+        rate = self._rates.get((index, dtype))
+        if rate is None or rate.device != device:
+            rate = self._rates[index, dtype] = torch.empty((), dtype=dtype, device=device)
         return rate.fill_(float(group["lr"]))
 
 

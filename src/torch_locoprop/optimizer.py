@@ -16,7 +16,6 @@ from torch_locoprop.assembly import (
     backprop_step,
     full_precision,
     gradients_by_gram,
-    has_curvature,
     local_problem,
     loss_terms,
     method_for,
@@ -44,6 +43,7 @@ from torch_locoprop.guards import all_finite, guarded
 from torch_locoprop.lanes import current, lanes
 from torch_locoprop.outer import OuterFactory, as_gradient, make_outer, outer_factor
 from torch_locoprop.problem import LocalProblem
+from torch_locoprop.processes import DRIFT, drift_apart
 from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.served import ServedLayer, check_intact
 from torch_locoprop.settings import Components
@@ -234,7 +234,8 @@ class LocoProp(WithFallback):
         in_parts = bool(undecided) and compiled_in_parts(self._layers)
         for layer in undecided:
             decide(layer, self._output_transfer, self._loss_transfer, in_parts)
-        self._warn_of_processes()
+        if drift_apart(self._local_groups(), self._components):
+            self._warn_once("processes", DRIFT)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
         directions = self._solve_all(group_of, terms)
@@ -539,20 +540,6 @@ class LocoProp(WithFallback):
                 f"The local solution of {', '.join(map(repr, names))} was not finite and was not "
                 "written; the layer keeps its weights. A smaller lr or gamma usually helps. Further "
                 "cases are counted in opt.skipped_updates without a warning.",
-            )
-
-    def _warn_of_processes(self) -> None:
-        """Other processes average gradients, and each has the curvature of its own rows only."""
-        if "processes" in self._warned or not torch.distributed.is_available():
-            return
-        if not any(has_curvature(group, self._components) for group in self._local_groups()):
-            return
-        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            self._warn_once(
-                "processes",
-                "torch.distributed has several processes. Each solves its local problems with its own "
-                "rows only, so their weights drift apart unless local_steps=1. Average the weights "
-                "now and then, or train in one process.",
             )
 
     def _warn_once(self, topic: str, message: str) -> None:

@@ -41,8 +41,9 @@ class Exact(Solver):
 
     Plain ``Exact()`` solves each batch's own problem, in the system of inputs or of rows, whichever
     is smaller. With ``decay``, C is a running average over steps. With ``every=k`` the factorisation
-    is renewed every k steps. With ``damping`` the proximal weight 1/η is replaced by ``damping`` times
-    the mean diagonal of C, and lr becomes the length of the step: ``Δ = −lr γ G (C + λI)⁻¹``.
+    is renewed every k steps; one that is not finite waits for the next. With ``damping`` the proximal
+    weight 1/η is replaced by ``damping`` times the mean diagonal of C, and lr becomes the length of
+    the step: ``Δ = −lr γ G (C + λI)⁻¹``.
     """
 
     decay: float = 0.0
