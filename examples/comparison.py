@@ -109,11 +109,12 @@ class Comparison:
         device = torch.device(self.device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        machine.forget_peak(device)
         steps = WARM_UP + BLOCKS * BLOCK
         run = Run(name, self.settings(name), SEARCH_SEED, steps, self.folder)
         training = Training(self.task, run, self.device)
         training.advance(WARM_UP)
+        # Not before: what cuDNN tries out in the first steps would count for the first method alone.
+        machine.forget_peak(device)
         blocks = []
         for _ in range(BLOCKS):
             training.seconds = 0.0
@@ -191,26 +192,26 @@ class Comparison:
         headings += [f"{name}, {self.steps} steps" for name in ("train loss", *shown)]
         headings += [
             "ms a step",
-            "memory",
+            "MiB",
             f"steps in {first}'s time",
             *(f"{s}, then" for s in shown),
         ]
         lines = [headings, ["---"] * len(headings)]
-        base = timings["methods"][first]
         for name in self.methods:
             cost, settings = timings["methods"][name], self.settings(name)
+            tried, asked = len(self.tried(name)), len(self.searches(name))
             later = self.at_equal_time(name, timings)
             lines.append(
                 [
                     name,
                     ", ".join(f"{setting} {value:g}" for setting, value in settings.items()),
-                    str(len(self.tried(name))),
+                    f"{tried} of {asked}" if 0 < tried < asked else str(tried),
                     *(
                         self._over_seeds(self.at_equal_steps(name), s)
                         for s in ("train loss", *shown)
                     ),
                     f"{cost['ms_per_step']:.2f}",
-                    f"{cost['memory_mib'] / base['memory_mib']:.2f} ×",
+                    f"{cost['memory_mib']:.0f}",
                     str(later[0].steps),
                     *(self._over_seeds(later, s) for s in shown),
                 ]
@@ -218,9 +219,8 @@ class Comparison:
         precision = "bfloat16 autocast" if self.task.bf16 else "TF32 where the machine has it"
         note = (
             f"Mean ± standard deviation over seeds {', '.join(map(str, self.seeds))}; "
-            f"{timings['machine']}, {precision}, PyTorch {timings['torch']}. Memory is the peak, "
-            f"relative to {first}'s; trials are those of the search that chose the settings, at "
-            "another seed."
+            f"{timings['machine']}, {precision}, PyTorch {timings['torch']}. MiB are the "
+            "most at a time; trials are those of the search that chose the settings, at another seed."
         )
         return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
 

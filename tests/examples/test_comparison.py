@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -282,6 +283,22 @@ def test_the_table_needs_no_training(main: Any, examples: Any, monkeypatch: Any)
     assert (folder / "table.md").read_text() == table
     main("--seeds", "0", "1", "--table")
     assert "(1 of 2 seeds)" in (folder / "table.md").read_text()
+
+
+RESULTS = FOLDER.parent / "results" / "examples"
+
+
+@pytest.mark.skipif(not RESULTS.is_dir(), reason="a source distribution has no runs")
+@pytest.mark.parametrize("script", ["fashion_cnn", "shakespeare_gpt"])
+def test_the_readme_has_the_tables_of_the_runs(
+    examples: dict[str, ModuleType], script: str, tmp_path: Path
+) -> None:
+    folder = shutil.copytree(RESULTS / script.replace("_", "-"), tmp_path / script)
+    kept = (folder / "table.md").read_text()
+    examples[script].main(["--search-steps", "1000", "--table", "--out", str(folder)])
+    made = (folder / "table.md").read_text()
+    assert made == kept
+    assert made in (FOLDER / "README.md").read_text()
 
 
 def test_no_run_starts_that_would_end_after_the_limit(
