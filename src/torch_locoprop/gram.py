@@ -16,6 +16,8 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 
+SMALL = 256  # columns whose products with themselves are computed at once
+
 
 @dataclass(frozen=True)
 class Gram:
@@ -29,7 +31,7 @@ class Gram:
     def of(cls, x: Tensor, weight: Tensor | None = None) -> Gram:
         """Of the rows, each counting ``weight`` ``[rows, 1]`` times."""
         if weight is None:
-            return cls(x.mT @ x, x.sum(-2), x.shape[-2])
+            return cls(square_of(x), x.sum(-2), x.shape[-2])
         weighted = weight * x
         return cls(weighted.mT @ x, weighted.sum(-2), weight.sum())
 
@@ -51,6 +53,30 @@ class Gram:
             "weight": _add_product(outer, weight, self.square),
             "bias": (weight @ self.total.unsqueeze(-1)).squeeze(-1) + bias * self.rows,
         }
+
+
+def square_of(x: Tensor) -> Tensor:
+    """``XᵀX``; on a CPU, where work is time, of large blocks beside the diagonal only one of two."""
+    if not x.is_cpu or x.dim() != 2:
+        return x.mT @ x
+    square = x.new_empty(x.shape[1], x.shape[1])
+    _fill(square, x)
+    return square
+
+
+def _fill(square: Tensor, x: Tensor) -> None:
+    """Write ``XᵀX`` into ``square``, block by block."""
+    n = x.shape[1]
+    if n < SMALL:
+        torch.mm(x.mT, x, out=square)
+        return
+    half = n // 2
+    left, right = x[:, :half], x[:, half:]
+    beside = square[:half, half:]
+    torch.mm(left.mT, right, out=beside)
+    square[half:, :half] = beside.mT
+    _fill(square[:half, :half], left)
+    _fill(square[half:, half:], right)
 
 
 def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:
