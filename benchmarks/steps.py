@@ -169,7 +169,13 @@ def _added_flop(_: object, left: torch.Size, right: torch.Size, **more: object) 
     return 2 * left.numel() * right[-1]
 
 
+def _turned_flop(left: torch.Size, right: torch.Size, *more: object, **named: object) -> int:
+    return 2 * left.numel() * right[0]
+
+
 ADDED = {torch.ops.aten.addmm_: _added_flop, torch.ops.aten.baddbmm_: _added_flop}
+if torch.backends.mkldnn.is_available():
+    ADDED[torch.ops.mkldnn._linear_pointwise] = _turned_flop
 """Products that torch's counter does not know by itself."""
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
+from torch_locoprop.solvers import joined
 from torch_locoprop.study.figures.memory import LiveBytes
 
 WIDTHS = (64, 96, 32, 80, 48)
@@ -35,6 +36,12 @@ each_variant = pytest.mark.parametrize("variant", list(WORK_ON_OUTPUTS))
 each_batch = pytest.mark.parametrize("b", [8, 64, 512])
 
 Make = Callable[[nn.Module], Optimizer]
+
+
+@pytest.fixture(autouse=True, params=["plain", "joined"])
+def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also as large layers are solved on a CPU."""
+    monkeypatch.setattr(joined, "LARGE", 0 if request.param == "joined" else torch.inf)
 
 
 def plain(model: nn.Module) -> Optimizer:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch_locoprop.kernels import local, rmsprop
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
+from torch_locoprop.solvers.joined import Joined, fits
 from torch_locoprop.spread import Number
 
 
@@ -45,14 +46,18 @@ class FirstOrder(Solver):
     ) -> tuple[Tensors, dict[str, Tensors]]:
         regularizer = problem.regularizer
         gram = problem.through_gram(local_steps)
-        at = {name: tensor.clone() for name, tensor in problem.start.items()}
+        joint = Joined(problem, gram) if local_steps > 1 and fits(problem) else None
+        at = {k: t.clone() for k, t in problem.start.items()} if joint is None else joint.at
         states = {
             name: {key: entry.clone() for key, entry in states[name].items()}
             or self.init(tensor, numbers[name].at(1.0, tensor))
-            for name, tensor in at.items()
+            for name, tensor in problem.start.items()
         }
         for t in range(local_steps):
-            direction = problem.first_gradient if t == 0 else problem.gradient(at, gram)
+            if t == 0:
+                direction = problem.first_gradient
+            else:
+                direction = problem.gradient(at, gram) if joint is None else joint.gradient()
             if regularizer.has_direction:
                 direction = regularizer.direction(
                     direction, problem.displacement(at), problem.eta, problem.metric
@@ -63,7 +68,7 @@ class FirstOrder(Solver):
                 if regularizer.has_prox:
                     start, eta = problem.start[name], numbers[name].at(rate, at[name]).lr
                     at[name] = start + regularizer.prox(at[name] - start, eta)
-        return at, states
+        return at if joint is None else joint.found(), states
 
     def is_fixed_work(self, number: int) -> bool:
         return True
@@ -157,7 +162,7 @@ class RmsProp(FirstOrder):
             super().advance_(tensor, gradient, state, numbers, rate)
         else:
             eta, mu, rho, eps = map(float, own)
-            v.lerp_(gradient.square(), 1 - rho)
+            v.mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
             m.mul_(mu).addcmul_(gradient, (v + eps).rsqrt_(), value=eta * rate)
             tensor.sub_(m)
 
