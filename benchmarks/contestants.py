@@ -154,6 +154,12 @@ CONTESTANTS = {
         work.locoprop_flop,
         gpu_only=True,
     ),
+    "locoprop-m-bf16": Contestant(
+        'LocoProp-M, local_products="bf16"',
+        _method("locoprop-m", local_products="bf16"),
+        work.locoprop_flop,
+        gpu_only=True,
+    ),
     "locoprop-s": Contestant("LocoProp-S", _method("locoprop-s"), work.gram_flop),
     "per-layer": Contestant("torch.optim for each layer", _per_layer, work.locoprop_flop),
     "pypi": Contestant("locoprop 0.1.0 of PyPI", _pypi, work.locoprop_flop),

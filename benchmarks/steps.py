@@ -130,7 +130,7 @@ def _ready(contestant: Contestant, task: Task) -> Ready:
     return contestant.prepare(task, *task.prepared())
 
 
-def _graph(contestant: Contestant, task: Task) -> Callable[[], object] | None:
+def graphed(contestant: Contestant, task: Task) -> Callable[[], object] | None:
     """The same step, replayed as a graph, if there is a GPU and it can be."""
     if task.device != "cuda":
         return None
@@ -199,7 +199,7 @@ def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[R
         except ImportError as error:
             rows[-1].missing = str(error)
             continue
-        turns.append(Turns(rows[-1], contestant, task.device, ready, _graph(contestant, task)))
+        turns.append(Turns(rows[-1], contestant, task.device, ready, graphed(contestant, task)))
         turns[-1].warm_up()
     together = 1 if task.device == "cuda" else rounds  # a GPU's steps are not timed one by one
     for _ in range(rounds):

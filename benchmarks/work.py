@@ -69,7 +69,7 @@ class Gemms:
                 torch.mm(self.gradients[index + 1], weight, out=self.gradients[index])
         with lanes() as lane:
             for index in range(len(self.weights)):
-                with lane():
+                with lane(None):
                     self._local(index)
 
     def _local(self, index: int) -> None:

@@ -33,6 +33,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"decay": 1.5}, "Invalid decay=1.5"),
     ({"weight_decay": -0.1}, "Invalid weight_decay=-0.1"),
     ({"local_steps": 0}, "Invalid local_steps=0. Must be an integer >= 1"),
+    ({"local_products": "fp16"}, "Unknown local_products 'fp16'"),
     ({"local_steps": 2.5}, "Invalid local_steps=2.5"),
     ({"local_steps": True}, "Invalid local_steps=True"),
     ({"variant": "locoprop"}, "Unknown variant 'locoprop'. Did you mean 'locoprop-"),

@@ -112,6 +112,7 @@ def local_problem(
         v=_scaled(_post_gradients(layer, x), scale / of_each) if "v" in target.needs else None,
         fisher=fisher,
         base=base,
+        products=group["local_products"],
         number=local_problems_before(group),
     )
 

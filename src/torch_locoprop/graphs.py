@@ -125,6 +125,7 @@ def key_of(
 ) -> Hashable | None:
     """Equal for steps that are the same work on the device; None if this one may be its own."""
     keys: list[Hashable] = [terms, *_precisions()]
+    groups: dict[int, tuple[Hashable, ...]] = {}
     for layer in layers:
         group = group_of[layer.given[0]]
         method = method_for(layer, group, components)
@@ -137,7 +138,10 @@ def key_of(
         keys += [(name, _place(entry)) for own in states for name, entry in own.items()]
         keys += [_place(each) for each in layer.counts.values() if isinstance(each, Tensor)]
         for own in (group_of[p] for p in layer.given):
-            keys += [_place(own["lr"]), *(_known(own.get(name)) for name in _SETTINGS)]
+            if id(own) not in groups:
+                settings = map(_known, map(own.get, _SETTINGS))
+                groups[id(own)] = (_place(own["lr"]), *settings)
+            keys.append(groups[id(own)])
         for call in layer.calls:
             kept = None if call.kept is None else len(call.kept)
             keys += [call.shape, kept, *map(_form, _inputs(call))]

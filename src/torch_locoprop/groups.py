@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torch_locoprop.fisher import PREDICTIVE
@@ -51,6 +52,7 @@ LAYER_SETTINGS = (
     "local_steps",
     "local_decay",
     "local_reduction",
+    "local_products",
     "maximize",
     "every",
     "max_rows",
@@ -112,5 +114,8 @@ def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
     """Where the local iterations start: decoupled weight decay, for weights and not for biases."""
     if name != "weight" or group["weight_decay"] == 0:
         return parameter.detach()
-    start: Tensor = parameter * (1 - group["lr"] * group["weight_decay"])
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor) and not lr.is_cpu:  # one kernel
+        return torch.addcmul(parameter, parameter, lr, value=-weight_decay)
+    start: Tensor = parameter * (1 - lr * weight_decay)
     return start

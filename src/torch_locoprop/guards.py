@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_locoprop.kernels import on_device, writing
 from torch_locoprop.problem import LocalProblem
 
 Tensors = dict[str, Tensor]
@@ -60,12 +61,24 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 
     By their largest entries: on a CPU, looking at each takes far longer.
     """
+    if on_device.takes(tensors):
+        return writing.finite(tensors)[0]
     filled = [t for t in tensors if t.numel() > 0] or [tensors[0].new_zeros(1)]
     if filled[0].is_cpu:
         numbers = [end for t in filled for end in t.aminmax()]
     else:
         numbers = list(torch._foreach_norm(filled, torch.inf))
     return torch.stack([number.to(numbers[0].dtype) for number in numbers]).isfinite().all()
+
+
+def write_if(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the first of each pair over the second one if all is well."""
+    tensors = [tensor for pair in pairs for tensor in pair]
+    if on_device.takes(tensors) and all(t.device == ok.device for t in tensors):
+        writing.write(ok.reshape(1), pairs)
+        return
+    for new, old in pairs:
+        torch.where(ok.to(new.device), new, old, out=old)
 
 
 def shorten(moved: Tensor, reference: Tensor, cap: float) -> Tensor:

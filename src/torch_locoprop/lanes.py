@@ -14,28 +14,29 @@ import torch
 
 LANES = 8  # at most: a lane's memory is its own
 
-Lane = Callable[[], AbstractContextManager[None]]
+Lane = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
 
 
 @contextmanager
 def lanes() -> Iterator[Lane]:
-    """Give ``lane``: work inside ``with lane():`` starts after all that came before ``lanes()``.
+    """Give ``lane``: work inside ``with lane(None):`` starts after all that came before ``lanes()``.
 
-    Everything afterwards comes after all of it. Tensors that the work reads must live that long.
+    Or, given a mark, after what came before that. Everything afterwards comes after all of it. Tensors
+    that the work reads must live that long.
     """
-    if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
-        yield nullcontext
+    if not _is_capturing():
+        yield lambda _: nullcontext()
         return
     main, streams = torch.cuda.current_stream(), _streams(torch.cuda.current_device())
     used: list[torch.cuda.Stream] = []
 
     @contextmanager
-    def lane() -> Iterator[None]:
-        if len(used) < LANES:
-            used.append(streams[len(used)])
+    def lane(after: torch.cuda.Event | None) -> Iterator[None]:
+        used.append(streams[len(used)] if len(used) < LANES else used.pop(0))
+        if after is None:
             used[-1].wait_stream(main)
         else:
-            used.append(used.pop(0))
+            used[-1].wait_event(after)
         with torch.cuda.stream(used[-1]):
             yield
 
@@ -44,6 +45,36 @@ def lanes() -> Iterator[Lane]:
     finally:
         for stream in used:
             main.wait_stream(stream)
+
+
+_gradients_stay = False
+
+
+@contextmanager
+def as_gradients_come() -> Iterator[None]:
+    """Between here and the end, nobody changes a gradient or reads a weight after its layer's backward.
+
+    Then the work of a layer may start beside the backward passes of the layers before it.
+    """
+    global _gradients_stay
+    before, _gradients_stay = _gradients_stay, True
+    try:
+        yield
+    finally:
+        _gradients_stay = before
+
+
+def mark() -> torch.cuda.Event | None:
+    """What has come so far, if work may start after it."""
+    if not (_gradients_stay and _is_capturing()):
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 @cache

@@ -39,7 +39,7 @@ from torch_locoprop.groups import (
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.guards import all_finite, guarded
+from torch_locoprop.guards import all_finite, guarded, write_if
 from torch_locoprop.lanes import current, lanes
 from torch_locoprop.outer import OuterFactory, as_gradient, make_outer, outer_factor
 from torch_locoprop.problem import LocalProblem
@@ -80,6 +80,10 @@ class LocoProp(WithFallback):
         local_decay: ``linear``, the rate of iteration t is ``lr · max(1 − t/T, 1/4)``; ``constant``.
         local_reduction: ``sum`` over rows, as in the paper; ``mean``, which makes the settings
             independent of the batch size and, told the loss by ``loss_fn``, of its reduction.
+        local_products: ``full``, matrix products of local iterations are as exact as torch's; ``bf16``,
+            they may be of numbers rounded to bfloat16, where that is faster: on a GPU, where the
+            kernels for linear layers serve. Weights and the solver's state stay as they are, and
+            the first iteration, which is BackProp, has no product.
         regularizer: None, ``l2``, ``l1``, ``fisher``, or a
             :class:`~torch_locoprop.regularizers.Regularizer` of your own.
         maximize: maximize the loss; the fallback has an option of its own for that.
@@ -130,6 +134,7 @@ class LocoProp(WithFallback):
         weight_decay: float = 0.0,
         local_decay: str = "linear",
         local_reduction: str = "sum",
+        local_products: str = "full",
         regularizer: str | Regularizer | None = None,
         maximize: bool = False,
         transfers: Mapping[str, str | Transfer] | None = None,
@@ -181,6 +186,7 @@ class LocoProp(WithFallback):
             "regularizer": regularizer,
             "local_decay": local_decay,
             "local_reduction": local_reduction,
+            "local_products": local_products,
             "maximize": maximize,
             "every": every,
             "max_rows": max_rows,
@@ -258,9 +264,9 @@ class LocoProp(WithFallback):
         def solve() -> dict[nn.Parameter, Tensor]:
             directions: dict[nn.Parameter, Tensor] = {}
             with lanes() as lane:
-                for layer in layers:
+                for layer in reversed(layers):  # the last one's gradient is the first to be there
                     own = layer.given[0].device
-                    with current(own), lane(), timed(self._diagnosed, layer.name, own):
+                    with current(own), lane(layer.ready), timed(self._diagnosed, layer.name, own):
                         directions |= self._solve(layer, group_of, terms)
             return directions
 
@@ -331,8 +337,11 @@ class LocoProp(WithFallback):
         group = group_of[layer.given[0]]
         entries = [entry for state in states.values() for entry in state.values()]
         settled = all_finite([*new.values(), *entries])
-        for name, state in states.items():
-            solver_state.keep(self.state[layer.tensors[name]], state, settled)
+        kept = [
+            pair
+            for name, state in states.items()
+            for pair in solver_state.places(self.state[layer.tensors[name]], state, settled)
+        ]
         found = guarded(problem, new, gate=group["gate"], cap=group["cap"], cap_by=group["cap_by"])
         ok = all_finite(list(found.new.values())) if group["gate"] else settled
         layer.count("skipped", ~ok)
@@ -344,12 +353,16 @@ class LocoProp(WithFallback):
             layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
             for name, t in found.new.items()
         }
+        applied = [(value, p) for p, value in solution.items()] if self._apply == "replace" else []
+        if group["gate"]:
+            write_if(settled, kept)
+            write_if(ok, applied)
+        else:
+            write_if(ok, [*kept, *applied])
         if self._apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self._outer is not None:
             return {p: as_gradient(p, moved, ok, group_of[p]) for p, moved in solution.items()}
-        for p, value in solution.items():
-            torch.where(ok, value, p, out=p)
         return {}
 
     def _without_fisher(self, layer: ServedLayer, method: Method) -> Method:

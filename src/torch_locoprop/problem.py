@@ -50,6 +50,7 @@ class LocalProblem:
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
+    products: str = "full"  # or "bf16": how exact those after the first gradient need to be
     number: int = 0  # of this problem among all that the layer has had
 
     @cached_property

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection
+from torch_locoprop import detection, lanes
 from torch_locoprop.detection import Finding, Mark
 from torch_locoprop.gram import Gram
 from torch_locoprop.layers import Layer
@@ -89,6 +89,9 @@ class ServedLayer:
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
     condense_for: int = 0  # so many gradients of a squared loss: XᵀX may stand for X
+    ready: torch.cuda.Event | None = (
+        None  # when the gradients were, where the step need not wait longer
+    )
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # of skipped, gated, capped ones
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
@@ -97,8 +100,9 @@ class ServedLayer:
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
-        named = {"weight": self.module.weight, "bias": self.module.bias}
-        return {name: p for name, p in named.items() if isinstance(p, nn.Parameter)}
+        own = self.module._parameters  # asked for in every step: the attributes take longer
+        named = ((name, own.get(name)) for name in ("weight", "bias"))
+        return {name: p for name, p in named if p is not None}
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -152,6 +156,7 @@ class ServedLayer:
             self.calls[known[0]] = first.with_more(same)
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
         self._lengths = self._gradient_lengths()
+        self.ready = lanes.mark()
 
     def _thinned(self, call: Call) -> Call:
         """The call with at most ``max_rows`` rows, drawn at random."""

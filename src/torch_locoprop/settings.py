@@ -24,6 +24,7 @@ from torch_locoprop.targets import Target
 from torch_locoprop.variants import VARIANTS, Variant
 
 LOCAL_REDUCTIONS = ("sum", "mean")
+LOCAL_PRODUCTS = ("full", "bf16")
 
 # name: (lowest, whether it may be reached, the bound above, which may not)
 _NUMBERS = {
@@ -37,7 +38,12 @@ _NUMBERS = {
 
 _COUNTS = ("local_steps", "every")
 _SWITCHES = ("maximize", "gate")
-_CHOICES = {"local_decay": LOCAL_DECAYS, "local_reduction": LOCAL_REDUCTIONS, "cap_by": CAPS}
+_CHOICES = {
+    "local_decay": LOCAL_DECAYS,
+    "local_reduction": LOCAL_REDUCTIONS,
+    "local_products": LOCAL_PRODUCTS,
+    "cap_by": CAPS,
+}
 
 
 class Components:

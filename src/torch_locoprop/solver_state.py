@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 Tensors = dict[str, Tensor]
@@ -17,17 +16,17 @@ def like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
     }
 
 
-def keep(state: Tensors, new: Tensors, ok: Tensor) -> None:
-    """Write the new entries over the old ones if all was finite.
+def places(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The new entries, and the old ones that they are to be written over if all was finite.
 
-    In place where they fit, so that a step captured as a graph goes on from where it was.
+    In place where they fit, so that a step captured as a graph goes on from where it was; where they
+    do not, they are kept here.
     """
     if all(_fits(state.get(key), entry) for key, entry in new.items()):
-        for key, entry in new.items():
-            if entry is not state[key]:
-                torch.where(ok.to(entry.device), entry, state[key], out=state[key])
-    elif bool(ok):
+        return [(entry, state[key]) for key, entry in new.items() if entry is not state[key]]
+    if bool(ok):
         state.update(new)
+    return []
 
 
 def _fits(old: Tensor | None, new: Tensor) -> bool:

@@ -1,11 +1,13 @@
 """Kernels run on a GPU, or by Triton's interpreter where there is none."""
 
 from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 
-from torch_locoprop.kernels import on_device
+from torch_locoprop.kernels import local, on_device
 
 
 @pytest.fixture
@@ -16,4 +18,21 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
     monkeypatch.setattr(on_device, "INTERPRETED", True)
+    small = dict.fromkeys(local.STEP, local.Parts(16, 16, 16, 4, 3))
+    monkeypatch.setattr(local, "ROUNDED", torch.float16)  # its products know no bfloat16
+    monkeypatch.setattr(local, "RESIDUAL", small)  # the interpreter is slow
+    monkeypatch.setattr(local, "STEP", small)
+    _count_with_new_numpy(monkeypatch)
     yield "cpu"
+
+
+def _count_with_new_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its numbers are arrays of one entry, which NumPy 2.4 no longer takes for ``range``."""
+    interpreter = import_module("triton.runtime.interpreter")
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, scope: Any) -> None:
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -7,35 +7,58 @@ import pytest
 
 PROGRAM = """
 import itertools
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torch_locoprop.kernels import _triton as kernels
+from torch_locoprop.kernels import local
 
-INTEGERS = {"rows", "d", "n", "each", "width"}
+INTEGERS = {"units", "n_units", "row_units", "d", "x_rows", "right_rows", "each"}
 NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count"}
+FACTORS = {"residual": ["weight", "x", "delta"], "step": ["left", "right", "rounded"], "rmsprop": []}
 PLACES = {"mu_at": 0, "rho_at": 0, "eps_at": 0}
 
 
-def compiled(kernel, **constants):
+def compiled(kernel, options, kind="*fp32", **constants):
     floats = NUMBERS | ({"eta"} if constants.get("eta_at") == 0 else set())
     kinds = {name: "*fp32" for name in kernel.arg_names}
+    kinds |= {name: kind for name in FACTORS[kernel.__name__]}
     kinds |= {name: "i32" for name in INTEGERS} | {name: "fp32" for name in floats}
     kinds |= {name: "constexpr" for name in constants}
     kinds = {name: kinds[name] for name in kernel.arg_names}
-    made = triton.compile(ASTSource(kernel, kinds, constants), target=GPUTarget("cuda", 90, 32))
-    assert made.asm["ptx"]
+    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if "*" in kind}
+    source = ASTSource(kernel, kinds, constants, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def of_products(name, precision, unit, kind="*fp32", **constants):
+    # Both operands come as much at a time as can be, and go through the matrix units of Hopper.
+    parts, kernel = getattr(local, name.upper())[precision], getattr(kernels, name)
+    precision = "tf32" if precision == "bf16" else precision
+    own = {"PRECISION": precision, "TALL": parts.tall, "BROAD": parts.broad, "DEEP": parts.deep}
+    own |= {u: unit for u in ("UNIT", "N_UNIT", "ROW_UNIT") if u in kernel.arg_names}
+    options = {"num_warps": parts.warps, "num_stages": parts.stages}
+    ptx = compiled(kernel, options, kind, **own, **constants)
+    assert "wgmma.mma_async" in ptx, name
+    sizes = set(re.findall(r"cp\\.async\\.c.\\.shared\\.global [^;]*?, (0x\\w+)", ptx))
+    assert sizes == {hex(min(unit * (4 if kind == "*fp32" else 2), 16))}, (name, sizes)
 
 
 for eta_at, first in itertools.product((0, 1, 2), (False, True)):
-    own = {"HAS_FIRST": first, "BLOCK": 1024}
-    compiled(kernels.rmsprop, eta_at=eta_at, **PLACES, **own)
-    compiled(kernels.by_gram, eta_at=eta_at, **PLACES, HAS_BIAS=first, BLOCK=1024)
-for transfer in range(4):
-    for has, moves in ((False, False), (True, False), (True, True)):
-        own = {"HAS_START": has, "HAS_BIAS": has, "MOVES_BIAS": moves}
-        own |= {"BLOCKS": 1 + transfer, "BLOCK": 1024}
-        compiled(kernels.residual, eta_at=transfer % 3, **PLACES, TRANSFER=transfer, **own)
+    own = {"FROM_ZERO": first, "BLOCK": 1024}
+    assert compiled(kernels.rmsprop, {}, eta_at=eta_at, **PLACES, **own)
+for has, unit in itertools.product((False, True), (1, 4)):
+    for eta_at, gram in enumerate((False, True)):
+        own = {"BY_GRAM": gram, "HAS_BIAS": has, "ROUNDS": False}
+        of_products("step", "tf32", unit, eta_at=eta_at, **PLACES, **own)
+for transfer, precision in enumerate(("tf32", "tf32", "tf32x3", "tf32x3")):
+    own = {"HAS_START": True, "HAS_BIAS": True}
+    of_products("residual", precision, 4, TRANSFER=transfer, **own)
+own = {"HAS_START": True, "HAS_BIAS": True}
+of_products("residual", "bf16", 8, "*bf16", TRANSFER=1, **own)
+own = {"BY_GRAM": False, "HAS_BIAS": True, "ROUNDS": True}
+of_products("step", "bf16", 8, "*bf16", eta_at=1, **PLACES, **own)
 print("all compiled")
 """
 

@@ -18,10 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torch_locoprop import LocoProp
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.solvers.first_order import RmsProp
 from torch_locoprop.study import methods, models, runner, schedules
 from torch_locoprop.study.autoencoder import reconstruction_loss
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.machine import matmul_precision
+from torch_locoprop.study.population_run import method_of, train_together
 from torch_locoprop.study.run_folder import Checkpoint, Metrics, RunError, RunFolder
 from torch_locoprop.study.runner import result_of, run
 
@@ -108,6 +112,8 @@ def test_equal_runs_have_equal_names_and_others_do_not() -> None:
         ({"schedule": "papr"}, "Unknown schedule 'papr'. Did you mean 'paper'"),
         ({"precision": "fp8"}, "Unknown precision"),
         ({"precision": "tf32"}, "for GPUs"),
+        ({"precision": "bf16"}, "precision='bf16' is for GPUs"),
+        ({"precision": "bf16", "device": "cuda", "method": "adam"}, "and adam has none"),
         ({"device": "tpu"}, "Unknown device"),
         ({"model": "12"}, "Invalid model='12'"),
         ({"transfer": "softmax"}, "ties the units"),
@@ -121,6 +127,29 @@ def test_bad_values_are_named(values: dict[str, Any], message: str) -> None:
 
 
 # Runs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "products"), [("tf32", "full"), ("bf16", "bf16")])
+def test_local_products_are_as_exact_as_the_precision_says(
+    precision: str, products: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = RunConfig(precision=precision, device="cuda")
+    with matmul_precision(precision):
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    method = method_of(config)
+    assert method is not None
+    assert method.local_products == config.local_products == products
+    monkeypatch.setattr(RunConfig, "local_products", products)  # without a GPU
+    asked, solve = set(), RmsProp.solve
+
+    def noting(self: RmsProp, problem: LocalProblem, *more: Any) -> Any:
+        asked.add(problem.products)
+        return solve(self, problem, *more)
+
+    monkeypatch.setattr(RmsProp, "solve", noting)
+    run(tiny.config(), tmp_path / "alone", data=DATA)
+    train_together([tiny.config()], DATA)
+    assert asked == {products}
 
 
 def test_a_run_is_a_folder(tmp_path: Path) -> None:

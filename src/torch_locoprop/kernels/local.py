@@ -1,15 +1,16 @@
-"""Local iterations with RMSProp on a linear layer, in four kernels each on a GPU, or in two by XᵀX.
+"""Local iterations with RMSProp on a linear layer, in two kernels each on a GPU, or in one by XᵀX.
 
 The plain version is ``FirstOrder.solve``. Here the iterations are on displacements: the rounding of a
-product is relative to what has moved. Pre-activations are ``[d, rows]``: both products of an iteration
-then have the layout that the matrix units of a GPU take fastest, and one kernel applies the transfer,
-subtracts the target, sums over the rows, and makes the bias's step. By XᵀX, one product gives the
-gradients of weight and bias, and one kernel makes both steps.
+product is relative to what has moved. Residuals are ``[d, rows]``: both products of an iteration then
+have the layout that the matrix units of a GPU take fastest. What the first product gives has the
+transfer applied and the target subtracted before it is written; what the second one gives, for weight
+and bias, is not written at all, but makes the solver's step. By XᵀX there is the second one only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +26,37 @@ from torch_locoprop.spread import Number
 from torch_locoprop.targets import GradientDescent, MirrorDescent
 from torch_locoprop.transfers import Linear, ReLU, Sigmoid, Tanh
 
-BLOCK, BLOCKS = 1024, 4  # rows at a time, and times: a program's share of a feature
+
+class Parts(NamedTuple):
+    """What one program computes of a product, how many terms at a time, and by how many threads."""
+
+    tall: int
+    broad: int
+    deep: int
+    warps: int
+    stages: int
+
+    def grid(self, columns: int, d: int, members: int) -> tuple[int, int, int]:
+        return -(-columns // self.broad), -(-d // self.tall), members
+
+    def options(self, precision: str) -> dict[str, object]:
+        sizes = {"TALL": self.tall, "BROAD": self.broad, "DEEP": self.deep}
+        how = {"PRECISION": "tf32" if precision == "bf16" else precision}  # which bf16 has not
+        return {**sizes, **how, "num_warps": self.warps, "num_stages": self.stages}
+
+
+RESIDUAL = {
+    "bf16": Parts(64, 64, 64, 4, 3),
+    "tf32": Parts(128, 128, 32, 8, 3),
+    "tf32x3": Parts(64, 64, 32, 4, 3),
+    "ieee": Parts(64, 64, 32, 4, 3),
+}
+STEP = {**RESIDUAL, "tf32": Parts(128, 128, 32, 8, 4)}
+"""What was fastest on an H200, by the precision of products."""
+
+ROUNDED = torch.bfloat16
+
+Movings = dict[str, Moving]
 
 TRANSFERS: dict[type, int] = {Linear: 0, Tanh: 1, Sigmoid: 2, ReLU: 3}
 
@@ -42,7 +73,7 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
         return False
     if regularizer.has_direction or regularizer.has_prox:
         return False
-    if problem.loss.is_quadratic(problem.transfer) and not _agree(numbers):
+    if not _agree(numbers):
         return False
     x = problem.x.square if isinstance(problem.x, Gram) else problem.x
     if isinstance(problem.x, Gram) and isinstance(problem.x.rows, Tensor):
@@ -68,85 +99,121 @@ def solve(
     rates = [local_rate(t, local_steps, local_decay) for t in range(local_steps)]
     at = {}
     for name, start in problem.start.items():
-        old = Moving(torch.zeros_like(start), **states[name])
+        old = Moving(start, **states[name])
         at[name] = Moving(*map(torch.empty_like, old))
-        rmsprop.step(old, at[name], first[name], numbers[name], rates[0])
+        rmsprop.step(old, at[name], first[name], numbers[name], rates[0], from_zero=True)
     if gram is not None:
-        at = _by_gram(problem, gram, at, numbers, rates[1:])
+        at = _by_gram(problem, gram, at, numbers["weight"], rates[1:])
     elif local_steps > 1:
-        _by_rows(problem, at, numbers, rates[1:])
+        at = _by_rows(problem, at, numbers["weight"], rates[1:])
     found = {name: problem.start[name] + moving.tensor for name, moving in at.items()}
     return found, {name: {"square": m.square, "momentum": m.momentum} for name, m in at.items()}
 
 
 def _by_gram(
-    problem: LocalProblem,
-    gram: Gram,
-    at: dict[str, Moving],
-    numbers: dict[str, Numbers],
-    rates: Sequence[float],
-) -> dict[str, Moving]:
-    """The rest of the iterations on the displacements, by the products of the rows with themselves."""
-    weight, bias, first = at["weight"], at.get("bias"), problem.first_gradient
-    d, n = weight.tensor.shape[-2:]
-    products = [gram.square]
-    if bias is not None:
-        padding = gram.square.new_zeros(*gram.square.shape[:-1], -(n + 1) % 8)
-        products += [gram.total.unsqueeze(-1), padding]
-    table = torch.cat(products, dim=-1)  # as wide as products are fast
-    own, scale = numbers["weight"], problem.row_weight
-    elements = d * (n if bias is None else n + 1)
-    grid = (-(-elements // rmsprop.BLOCK), weight.tensor.numel() // (d * n))
-    unused = (weight.tensor,) * 3  # pointers that are not read
-    spare = None if bias is None else Moving(*map(torch.empty_like, bias))
+    problem: LocalProblem, gram: Gram, at: Movings, numbers: Numbers, rates: Sequence[float]
+) -> Movings:
+    """The rest of the iterations, by the products of the rows with themselves."""
+    rows, total = gram.square, gram.total.contiguous()
+    table = torch.cat([rows, total.unsqueeze(-2)], -2) if "bias" in at else rows.contiguous()
+    table, left = (t.to(_dtype(problem)) for t in (table, at["weight"].tensor))
     for rate in rates:
-        gradient = torch.matmul(weight.tensor, table)
-        on_device.kernels().by_gram[grid](
-            gradient, gram.total, float(gram.rows), first["weight"],
-            first["weight"] if bias is None else first["bias"],
-            *weight, *(bias or unused), *(spare or unused),
-            scale, *rmsprop.numbers_of(own), rate, d, n, gradient.shape[-1], *rmsprop.places(own),
-            HAS_BIAS=bias is not None, BLOCK=rmsprop.BLOCK,
-        )  # fmt: skip
-        bias, spare = spare, bias
-    return {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
+        rounded = torch.empty_like(left) if _rounds(problem) else left
+        at = _stepped(problem, left, table, at, rounded, numbers, rate, gram)
+        left = rounded if _rounds(problem) else at["weight"].tensor
+    return at
 
 
 def _by_rows(
-    problem: LocalProblem,
-    at: dict[str, Moving],
-    numbers: dict[str, Numbers],
-    rates: Sequence[float],
-) -> None:
-    """The rest of the iterations on the displacements, in place."""
-    x, first = problem.x, problem.first_gradient
-    turned = x.mT.contiguous()
-    weight, bias = at["weight"], at.get("bias")
+    problem: LocalProblem, at: Movings, numbers: Numbers, rates: Sequence[float]
+) -> Movings:
+    """The rest of the iterations, by the rows, in place."""
+    x, weight, bias = problem.x, at["weight"], at.get("bias")
+    x = (
+        x[:1] if x.dim() == 3 and x.stride(0) == 0 else x
+    ).contiguous()  # once, if all have the same
     origin = problem.fixed | problem.start
     origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
     base = torch.matmul(origin["weight"], x.mT).contiguous()
     start = origin.get("bias")
-    d, rows = base.shape[-2:]
-    grid = (d, -(-rows // (BLOCK * BLOCKS)), base.numel() // (d * rows))
-    own = numbers.get("bias", numbers["weight"])
-    at_once = bias is not None and grid[1] == 1  # the bias's step, with its gradient
-    unused = Moving(base, base, base)  # pointers that are not read
-    states = bias or unused
+    (d, rows), n = base.shape[-2:], x.shape[-1]
+    lead = -(-rows // 8) * 8
+    x, rounded = (t.to(_dtype(problem)) for t in (x, weight.tensor))
+    table = x.new_empty(*x.shape[:-2], n if bias is None else n + 1, lead)
+    table[..., :n, :rows].copy_(x.mT)
+    if lead > rows:
+        table[..., rows:].zero_()
+    if bias is not None:
+        table[..., n, :].fill_(1.0)  # δ is zero beyond the rows
+    delta = x.new_empty(*base.shape[:-1], lead)
+    precision = _precision(problem)
+    parts = RESIDUAL[precision]
+    grid = parts.grid(lead, d, base.numel() // (d * rows))
     for rate in rates:
-        a = torch.matmul(weight.tensor, x.mT).contiguous()
-        sums = a.new_empty(*a.shape[:-2], grid[1], d)
         on_device.kernels().residual[grid](
-            a, base, base if start is None else start, sums, *states, *states,
-            first.get("bias", base), problem.row_weight, *rmsprop.numbers_of(own), rate, rows, d,
-            *rmsprop.places(own),
+            rounded, x, base, base if start is None else start,
+            base if bias is None else bias.tensor, delta,
+            n // _unit(n), rows // _unit(rows), d, _apart(x),
             TRANSFER=_transfer(problem), HAS_START=start is not None, HAS_BIAS=bias is not None,
-            MOVES_BIAS=at_once, BLOCKS=min(BLOCKS, -(-rows // BLOCK)), BLOCK=BLOCK,
+            N_UNIT=_unit(n), ROW_UNIT=_unit(rows), **parts.options(precision),
         )  # fmt: skip
-        gradient = torch.matmul(a, turned.mT)
-        scale = problem.row_weight
-        rmsprop.step(weight, weight, gradient, numbers["weight"], rate, first["weight"], scale)
-        if bias is not None and not at_once:
-            rmsprop.step(bias, bias, sums.sum(-2), own, rate, first["bias"], scale)
+        _stepped(problem, delta, table, at, rounded, numbers, rate)
+    return at
+
+
+def _stepped(
+    problem: LocalProblem,
+    left: Tensor,
+    table: Tensor,
+    at: Movings,
+    rounded: Tensor,
+    numbers: Numbers,
+    rate: float,
+    gram: Gram | None = None,
+) -> Movings:
+    """RMSProp's step with the gradient ``left @ tableᵀ``: in place, but for what is read."""
+    first, weight, bias = problem.first_gradient, at["weight"], at.get("bias")
+    d, n = weight.tensor.shape[-2:]
+    columns, inner = table.shape[-2:]
+    new = {name: moving.tensor for name, moving in at.items()}
+    if gram is not None:
+        new = {name: torch.empty_like(tensor) for name, tensor in new.items()}
+    unused = weight.tensor  # a pointer that is not read
+    precision = _precision(problem)
+    parts = STEP[precision]
+    on_device.kernels().step[parts.grid(columns, d, weight.tensor.numel() // (d * n))](
+        left, table, unused if gram is None else gram.total.contiguous(),
+        0.0 if gram is None else float(gram.rows), first["weight"], first.get("bias", unused),
+        *weight, new["weight"], rounded, *(bias or (unused,) * 3), new.get("bias", unused),
+        problem.row_weight, *rmsprop.numbers_of(numbers), rate,
+        inner // _unit(inner), n // _unit(n), d, _apart(table), *rmsprop.places(numbers),
+        BY_GRAM=gram is not None, HAS_BIAS=bias is not None, ROUNDS=_rounds(problem),
+        UNIT=_unit(inner), N_UNIT=_unit(n), **parts.options(precision),
+    )  # fmt: skip
+    return {name: moving._replace(tensor=new[name]) for name, moving in at.items()}
+
+
+def _rounds(problem: LocalProblem) -> bool:
+    """Whether products are of numbers that have fewer digits than the weights."""
+    return problem.products == "bf16" and on_device.has_bf16()
+
+
+def _dtype(problem: LocalProblem) -> torch.dtype:
+    return ROUNDED if _rounds(problem) else torch.float32
+
+
+def _precision(problem: LocalProblem) -> str:
+    return "bf16" if _rounds(problem) else on_device.precision()
+
+
+def _apart(rows: Tensor) -> int:
+    """By how many rows those of one member are away from those of the next."""
+    return rows.shape[-2] if rows.dim() == 3 and rows.shape[0] > 1 else 0
+
+
+def _unit(inner: int) -> int:
+    """How many entries of such rows can be loaded at once."""
+    return next(unit for unit in (8, 4, 2, 1) if inner % unit == 0)
 
 
 def _agree(numbers: dict[str, Numbers]) -> bool:

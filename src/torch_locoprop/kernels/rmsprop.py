@@ -29,14 +29,10 @@ class Moving(NamedTuple):
 
 
 def fits(tensors: Sequence[Tensor], numbers: Sequence[Number]) -> bool:
-    """Whether the kernel takes these: float32, contiguous, on a GPU, with Triton there."""
-    device = tensors[0].device
-    return (
-        on_device.has_kernels(device)
-        and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
-        and all(t.numel() < 2**31 for t in tensors)
-        and all(n.dtype == torch.float32 for n in numbers if isinstance(n, Tensor))
-        and all(n.device == device for n in numbers if isinstance(n, Tensor))
+    """Whether the kernel takes these, and reads the numbers where they are."""
+    own = [number for number in numbers if isinstance(number, Tensor)]
+    return on_device.takes(tensors) and all(
+        n.dtype == torch.float32 and n.device == tensors[0].device for n in own
     )
 
 
@@ -46,20 +42,18 @@ def step(
     gradient: Tensor,
     numbers: Numbers,
     rate: float,
-    first: Tensor | None = None,
-    scale: float | Tensor = 1.0,
+    from_zero: bool = False,
 ) -> None:
     """Write a step from ``old`` into ``new``, which may be the same; η counts ``rate`` times.
 
-    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. With ``first``,
-    the gradient counts ``scale`` times beside it.
+    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. From zero, the
+    old tensor counts as zero and is not read.
     """
     count = members(numbers)
     each = old.tensor.numel() // count
-    known = gradient if first is None else first  # a pointer that is not read
     on_device.kernels().rmsprop[(-(-each // BLOCK), count)](
-        *old, *new, gradient, known, scale, *numbers_of(numbers), rate, each, *places(numbers),
-        HAS_FIRST=first is not None, BLOCK=BLOCK,
+        *old, *new, gradient, *numbers_of(numbers), rate, each, *places(numbers),
+        FROM_ZERO=from_zero, BLOCK=BLOCK,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch_locoprop.settings import check_number, unknown
 from torch_locoprop.study import methods, models, schedules
 
-PRECISIONS = ("fp32", "tf32")
+PRECISIONS = ("fp32", "tf32", "bf16")
 DEVICES = ("cpu", "cuda")
 
 
@@ -34,7 +34,8 @@ class RunConfig:
         weight_decay: decoupled, of weights, the same for every method.
         seed: of the weights and of the order of the images.
         schedule: ``paper``, constant within an epoch; ``linear``, a line through all steps.
-        precision: of matrix products: ``fp32``, or ``tf32`` on a GPU.
+        precision: of matrix products: ``fp32``, or ``tf32`` on a GPU; ``bf16`` is ``tf32`` with
+            LocoProp's local products in bfloat16.
         device: ``cpu`` or ``cuda``; CUDA_VISIBLE_DEVICES tells which GPU.
     """
 
@@ -68,10 +69,20 @@ class RunConfig:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(unknown(name, getattr(self, name), known))
-        if self.precision == "tf32" and self.device != "cuda":
+        if self.precision != "fp32" and self.device != "cuda":
             raise ValueError(
-                "precision='tf32' is for GPUs. Use device='cuda', or precision='fp32'."
+                f"precision={self.precision!r} is for GPUs. Use device='cuda', or precision='fp32'."
             )
+        if self.precision == "bf16" and "local_steps" not in settings:
+            raise ValueError(
+                f"precision='bf16' is for local problems, and {method.name} has none. Use "
+                "precision='tf32'."
+            )
+
+    @property
+    def local_products(self) -> str:
+        """The optimizer's setting of that name."""
+        return "bf16" if self.precision == "bf16" else "full"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON knows them."""

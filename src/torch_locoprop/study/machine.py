@@ -52,7 +52,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
     """Matrix products of the GPU in this precision, and as before afterwards."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
-    matmul.fp32_precision = {"fp32": "ieee", "tf32": "tf32"}[precision]
+    matmul.fp32_precision = "ieee" if precision == "fp32" else "tf32"
     try:
         yield
     finally:

@@ -68,7 +68,10 @@ Schedule = Annotated[
 ]
 Precision = Annotated[
     str | None,
-    typer.Option(help="Of matrix products: fp32, or tf32 on a GPU.  [dim]default: fp32[/dim]"),
+    typer.Option(
+        help="Of matrix products: fp32, or tf32 on a GPU; bf16 there is tf32 with LocoProp's local "
+        "products in bfloat16.  [dim]default: fp32[/dim]"
+    ),
 ]
 Device = Annotated[
     str | None, typer.Option(help="cpu or cuda.  [dim]default: cuda if there is one[/dim]")

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torch_locoprop.fisher import running_average, sampled_output_gradient, second_moment
+from torch_locoprop.kernels import on_device, writing
 from torch_locoprop.lanes import lanes
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.problem import LocalProblem
@@ -44,6 +45,7 @@ class Method:
     local_decay: str = "linear"
     regularizer: Regularizer = REGULARIZERS["none"]
     local_reduction: str = "sum"
+    local_products: str = "full"
 
     @property
     def asks_for_fisher(self) -> Any:
@@ -125,7 +127,7 @@ class Population:
             for m in reversed(range(len(self.layers))):
                 below = g @ self.layers[m]["weight"] if m > 0 else None
                 in_use += [g, v]
-                with lane():
+                with lane(None):
                     self._solve(m, inputs[m], pre_activations[m], g, v, fishers[m])
                 if below is not None:
                     v = below
@@ -237,6 +239,7 @@ class Population:
             g=g / of_each if "g" in method.variant.target.needs else None,
             v=v / of_each if v is not None and "v" in method.variant.target.needs else None,
             fisher=fisher,
+            products=method.local_products,
         )
         solver = SOLVERS["sgd"] if output else method.solver
         local_steps = 1 if output else method.local_steps
@@ -255,11 +258,14 @@ class Population:
         """Write the finite members' solutions in place, so that a graph can be replayed."""
         entries = [*new.values(), *(t for state in states.values() for t in state.values())]
         of_members = [t for t in entries if t.dim() > 0]
-        ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
+        fast = on_device.takes(of_members)
+        if fast:
+            ok = writing.finite(of_members, len(self))
+        else:
+            ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
         self.skips[m] += (~ok).long()
-        for name, value in new.items():
-            layer = self.layers[m][name]
-            layer.copy_(torch.where(spread_mask(ok, value), value, layer))
+        pairs = [(value, self.layers[m][name]) for name, value in new.items()]
+        for name in new:
             for key, entry in states.get(name, {}).items():
                 old = self.states[m][name].get(key)
                 if old is None:
@@ -267,7 +273,12 @@ class Population:
                 elif entry.dim() == 0:  # a count of iterations
                     old.copy_(entry)
                 else:
-                    old.copy_(torch.where(spread_mask(ok, entry), entry, old))
+                    pairs.append((entry, old))
+        if fast:
+            writing.write(ok, pairs)
+            return
+        for value, old in pairs:
+            old.copy_(torch.where(spread_mask(ok, value), value, old))
 
 
 def spread_mask(mask: Tensor, like: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ def method_of(config: RunConfig) -> Method | None:
         settings["local_decay"],
         regularizer,
         settings["local_reduction"],
+        config.local_products,
     )
 
 
@@ -110,7 +111,7 @@ class _Training:
         self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
         model = models.build(config.model, config.transfer, config.seed).to(self.device)
         population = Population(
-            [model] * len(configs), transfers_of(config), method, [_numbers(c) for c in configs]
+            [model] * len(configs), transfers_of(config), method, [numbers_of(c) for c in configs]
         )
         self.steps = GraphedPopulation(population, self.train, config.batch_size)
         self.members = list(range(len(configs)))  # that still train, in the population's order
@@ -182,6 +183,7 @@ def transfers_of(config: RunConfig) -> tuple[Transfer, ...]:
     return (*between, Linear(), *between, Sigmoid())
 
 
-def _numbers(config: RunConfig) -> dict[str, float]:
+def numbers_of(config: RunConfig) -> dict[str, float]:
+    """Return the numbers of a member."""
     own = {name: config.settings[name] for name in NUMBERS if name in config.settings}
     return {"gamma": 1.0, **own, "weight_decay": config.weight_decay}

@@ -163,6 +163,9 @@ class _Training:
         self.model = models.build(config.model, config.transfer, config.seed).to(self.device)
         settings = {**config.settings, "weight_decay": config.weight_decay}
         self.optimizer: Optimizer = methods.get(config.method).build(self.model, settings)
+        for group in self.optimizer.param_groups:
+            if "local_products" in group:
+                group["local_products"] = config.local_products
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
         self.rate = schedules.rate(
             config.schedule,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from torch_locoprop.lanes import as_gradients_come
 from torch_locoprop.study.autoencoder import reconstruction_loss
 
 EAGER_STEPS = 3  # before the capture: states come into being, and libraries choose their kernels
@@ -49,14 +50,18 @@ class TrainingStep:
             self._on_side_stream()
         else:
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # Ahead of the layers' own streams: what they wait for comes first.
+            urgent = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
+            with torch.cuda.graph(self._graph, stream=urgent):
                 self._step(self._images[self._rows])
             self._graph.replay()
         self._taken += 1
 
     def _step(self, images: Tensor) -> None:
-        reconstruction_loss(self._model(images), images).backward()  # type: ignore[no-untyped-call]
-        self._optimizer.step()
+        with as_gradients_come():
+            loss = reconstruction_loss(self._model(images), images)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
         self._optimizer.zero_grad()
 
     def _on_side_stream(self) -> None:

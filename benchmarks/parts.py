@@ -1,0 +1,154 @@
+"""Time LocoProp-M with its kernels divided in other ways: to choose those in `kernels/local.py`.
+
+    python -m benchmarks.parts --residual 128x128x32x8x3 --step 128x128x32x8x4 64x64x32x4x4
+    python -m benchmarks.parts --precision fp32 --models wide --processes 8 --out parts.json
+
+Each is what one program computes of a product, rows by columns, terms at a time, warps, and stages of
+its pipeline. All pairs are timed, one after another, each step as a CUDA graph; they are compiled
+beforehand by several processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import step_table
+from benchmarks.contestants import Task, get
+from benchmarks.steps import graphed
+from torch_locoprop.kernels import local, on_device
+from torch_locoprop.kernels.local import Parts
+from torch_locoprop.study.config import PRECISIONS
+from torch_locoprop.study.machine import environment, matmul_precision
+
+REPLAYS, ROUNDS = 30, 3
+
+
+@dataclass(frozen=True)
+class Pair:
+    """How both kernels are divided."""
+
+    residual: Parts
+    step: Parts
+
+    def use(self, precision: str) -> None:
+        with matmul_precision(precision):
+            key = "bf16" if precision == "bf16" else on_device.precision()
+        local.RESIDUAL = {**local.RESIDUAL, key: self.residual}
+        local.STEP = {**local.STEP, key: self.step}
+
+
+def parts(text: str) -> Parts:
+    """Return `128x128x32x8x4` as parts."""
+    numbers = text.split("x")
+    if len(numbers) != len(Parts._fields) or not all(n.isdecimal() for n in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is not {'x'.join(Parts._fields)}, all numbers")
+    return Parts(*map(int, numbers))
+
+
+def shown(own: Parts) -> str:
+    """Return the text of parts."""
+    return "x".join(map(str, own))
+
+
+def timed(pair: Pair, models: list[str], precision: str, replays: int) -> dict[str, float]:
+    """Milliseconds of a step of each model, the least of several rounds."""
+    pair.use(precision)
+    contestant = get("locoprop-m-bf16" if precision == "bf16" else "locoprop-m")
+    found = {}
+    with matmul_precision(precision):
+        for model in models:
+            step = graphed(contestant, Task(model, device="cuda"))
+            assert step is not None
+            for _ in range(5):
+                step()
+            times = []
+            for _ in range(ROUNDS):
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                for _ in range(replays):
+                    step()
+                torch.cuda.synchronize()
+                times.append(1e3 * (time.perf_counter() - began) / replays)
+            found[model] = min(times)
+    return found
+
+
+def _compile(pairs: list[Pair], options: argparse.Namespace) -> None:
+    """Let other processes run each pair once: what they compile is on the disk then."""
+    waiting, running = list(pairs), []
+    while waiting or running:
+        while waiting and len(running) < options.processes:
+            pair = waiting.pop(0)
+            sizes = ["--residual", shown(pair.residual), "--step", shown(pair.step)]
+            more = ["--precision", options.precision, "--models", *options.models]
+            command = [sys.executable, "-m", "benchmarks.parts", *sizes, *more, "--replays", "1"]
+            running.append(subprocess.Popen(command, stdout=subprocess.DEVNULL))
+        running.pop(0).wait()
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """Return the table."""
+    models = list(content["rows"][0]["ms"])
+    lines = [
+        f"Milliseconds of a step, {content['precision']}, {content['environment']['machine']}",
+        "",
+        f"| residual | step | {' | '.join(models)} |",
+        f"| --- | --- |{' ---: |' * len(models)}",
+    ]
+    for row in content["rows"]:
+        times = " | ".join(f"{row['ms'][model]:.3f}" for model in models)
+        lines.append(f"| {row['residual']} | {row['step']} | {times} |")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--residual", nargs="+", type=parts, help="otherwise the present ones")
+    parser.add_argument("--step", nargs="+", type=parts, help="otherwise the present ones")
+    parser.add_argument("--models", nargs="+", default=["standard", "deep", "wide"])
+    parser.add_argument("--precision", default="tf32", choices=PRECISIONS)
+    parser.add_argument("--processes", type=int, default=1, help="that compile")
+    parser.add_argument("--replays", type=int, default=REPLAYS, help="in each of three rounds")
+    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        raise SystemExit("There is no GPU here, and nothing to time without one.")
+    with matmul_precision(options.precision):
+        key = "bf16" if options.precision == "bf16" else on_device.precision()
+    pairs = [
+        Pair(*each)
+        for each in product(
+            options.residual or [local.RESIDUAL[key]], options.step or [local.STEP[key]]
+        )
+    ]
+    if options.processes > 1:
+        _compile(pairs, options)
+    rows = [
+        {
+            "residual": shown(pair.residual),
+            "step": shown(pair.step),
+            "ms": timed(pair, options.models, options.precision, options.replays),
+        }
+        for pair in pairs
+    ]
+    content = {
+        "rows": rows,
+        "precision": options.precision,
+        "environment": environment("cuda"),
+    }
+    if options.out:
+        step_table.write(options.out, content)
+    step_table.display(markdown(content))
+
+
+if __name__ == "__main__":
+    main()
