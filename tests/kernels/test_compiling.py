@@ -15,9 +15,9 @@ from torch_locoprop.kernels import _triton as kernels
 from torch_locoprop.kernels import local
 
 INTEGERS = {"units", "n_units", "row_units", "d", "x_rows", "right_rows", "each"}
-NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count"}
+NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count", "gamma"}
 FACTORS = {"residual": ["weight", "x", "delta"], "step": ["left", "right", "rounded"], "rmsprop": []}
-PLACES = {"mu_at": 0, "rho_at": 0, "eps_at": 0}
+PLACES = {"gamma_at": 0, "mu_at": 0, "rho_at": 0, "eps_at": 0}
 
 
 def compiled(kernel, options, kind="*fp32", **constants):

@@ -36,11 +36,11 @@ def moved(w, v, m, g, eta, mu, rho, eps):
 @triton.jit
 def rmsprop(
     tensor, square, momentum, new_tensor, new_square, new_momentum,
-    gradient, eta, mu, rho, eps, rate, each,
+    gradient, gamma, eta, mu, rho, eps, rate, each, gamma_at: tl.constexpr,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
     FROM_ZERO: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A step of RMSProp: of the tensor or, from zero, of a displacement."""
+    """A step of RMSProp with γ times the gradient: of the tensor or, from zero, of a displacement."""
     k = tl.program_id(1).to(tl.int64)
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = inside < each
@@ -49,7 +49,8 @@ def rmsprop(
     if not FROM_ZERO:
         w = tl.load(tensor + at, mask)
     w, v, m = moved(
-        w, tl.load(square + at, mask), tl.load(momentum + at, mask), tl.load(gradient + at, mask),
+        w, tl.load(square + at, mask), tl.load(momentum + at, mask),
+        number(gamma, k, gamma_at) * tl.load(gradient + at, mask),
         number(eta, k, eta_at) * rate, number(mu, k, mu_at),
         number(rho, k, rho_at), number(eps, k, eps_at),
     )  # fmt: skip
@@ -170,14 +171,14 @@ def residual(
 
 @triton.jit
 def write_step(
-    g, first, weight, square, momentum, new_weight, rounded, scale, eta, mu, rho, eps, k, d, n,
+    g, first, gamma, weight, square, momentum, new_weight, rounded, scale, eta, mu, rho, eps, k, d, n,
     feature, column, ROUNDS: tl.constexpr,
 ):  # fmt: skip
     at = (k * d + feature[:, None]) * n + column[None, :]
     here = (feature[:, None] < d) & (column[None, :] < n)
     w, v, m = moved(
         tl.load(weight + at, here), tl.load(square + at, here), tl.load(momentum + at, here),
-        scale * g + tl.load(first + at, here), eta, mu, rho, eps,
+        scale * g + gamma * tl.load(first + at, here), eta, mu, rho, eps,
     )  # fmt: skip
     tl.store(new_weight + at, w, here)
     if ROUNDS:
@@ -188,16 +189,16 @@ def write_step(
 
 @triton.jit
 def step(
-    left, right, total, count, weight_first, bias_first,
+    left, right, total, count, weight_first, bias_first, gamma,
     weight, weight_square, weight_momentum, new_weight, rounded,
     bias, bias_square, bias_momentum, new_bias,
-    scale, eta, mu, rho, eps, rate, units, n_units, d, right_rows,
+    scale, eta, mu, rho, eps, rate, units, n_units, d, right_rows, gamma_at: tl.constexpr,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
     BY_GRAM: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr,
     UNIT: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr,
     TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """RMSProp on displacements ``[W b]``, with ``scale`` gradients and the first one.
+    """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
 
     The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W [XᵀX Xᵀ1]`` and what
     the bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere.
@@ -219,6 +220,7 @@ def step(
         g += tl.load(bias + k * d + feature, feature < d, 0.0)[:, None] * counts[None, :]
     own_eta, own_mu = number(eta, k, eta_at) * rate, number(mu, k, mu_at)
     own_rho, own_eps = number(rho, k, rho_at), number(eps, k, eps_at)
+    own_gamma = number(gamma, k, gamma_at)
     if HAS_BIAS:  # noqa: SIM102  # a constant of the compiler, outside of what is not
         if tl.program_id(0) == n // BROAD:  # which has the bias's gradient as a column
             sums = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)
@@ -226,7 +228,7 @@ def step(
             b, b_square, b_momentum = moved(
                 tl.load(bias + mine, there), tl.load(bias_square + mine, there),
                 tl.load(bias_momentum + mine, there),
-                scale * sums + tl.load(bias_first + mine, there),
+                scale * sums + own_gamma * tl.load(bias_first + mine, there),
                 own_eta, own_mu, own_rho, own_eps,
             )  # fmt: skip
             tl.store(new_bias + mine, b, there)
@@ -235,7 +237,7 @@ def step(
     parts = quarters(g, TALL, BROAD)
     for q in tl.static_range(4):
         write_step(
-            parts[q], weight_first, weight, weight_square, weight_momentum, new_weight, rounded,
+            parts[q], weight_first, own_gamma, weight, weight_square, weight_momentum, new_weight, rounded,
             scale, own_eta, own_mu, own_rho, own_eps,
             k, d, n, feature, begin + q * (BROAD // 4) + tl.arange(0, BROAD // 4), ROUNDS,
         )  # fmt: skip

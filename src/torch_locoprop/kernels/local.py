@@ -81,9 +81,10 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
     if any(state and state.keys() != {"square", "momentum"} for state in states.values()):
         return False  # another solver was at work before
     entries = [entry for state in states.values() for entry in state.values()]
-    tensors = [*start.values(), *entries, *problem.first_gradient.values()]
+    tensors = [*start.values(), *entries, *problem.backprop.values()]
     tensors += [*problem.fixed.values(), *problem.base.values()]
     own = [number for each in numbers.values() for number in rmsprop.numbers_of(each)]
+    own.append(problem.gamma)
     return x.dtype == torch.float32 and rmsprop.fits(tensors, own)
 
 
@@ -95,18 +96,19 @@ def solve(
     local_decay: str,
 ) -> tuple[Tensors, dict[str, Tensors]]:
     """Return the new tensors and states."""
-    gram, first = problem.through_gram(local_steps), problem.first_gradient
+    gram, gamma = problem.through_gram(local_steps), problem.gamma
     rates = [local_rate(t, local_steps, local_decay) for t in range(local_steps)]
     at = {}
     for name, start in problem.start.items():
         old = Moving(start, **states[name])
         at[name] = Moving(*map(torch.empty_like, old))
-        rmsprop.step(old, at[name], first[name], numbers[name], rates[0], from_zero=True)
+        gradient = problem.backprop[name]
+        rmsprop.step(old, at[name], gradient, numbers[name], rates[0], gamma, from_zero=True)
     if gram is not None:
         at = _by_gram(problem, gram, at, numbers["weight"], rates[1:])
     elif local_steps > 1:
         at = _by_rows(problem, at, numbers["weight"], rates[1:])
-    found = {name: problem.start[name] + moving.tensor for name, moving in at.items()}
+    found = {name: moving.tensor.add_(problem.start[name]) for name, moving in at.items()}
     return found, {name: {"square": m.square, "momentum": m.momentum} for name, m in at.items()}
 
 
@@ -172,7 +174,7 @@ def _stepped(
     gram: Gram | None = None,
 ) -> Movings:
     """RMSProp's step with the gradient ``left @ tableᵀ``: in place, but for what is read."""
-    first, weight, bias = problem.first_gradient, at["weight"], at.get("bias")
+    first, weight, bias = problem.backprop, at["weight"], at.get("bias")
     d, n = weight.tensor.shape[-2:]
     columns, inner = table.shape[-2:]
     new = {name: moving.tensor for name, moving in at.items()}
@@ -184,9 +186,11 @@ def _stepped(
     on_device.kernels().step[parts.grid(columns, d, weight.tensor.numel() // (d * n))](
         left, table, unused if gram is None else gram.total.contiguous(),
         0.0 if gram is None else float(gram.rows), first["weight"], first.get("bias", unused),
+        problem.gamma,
         *weight, new["weight"], rounded, *(bias or (unused,) * 3), new.get("bias", unused),
         problem.row_weight, *rmsprop.numbers_of(numbers), rate,
-        inner // _unit(inner), n // _unit(n), d, _apart(table), *rmsprop.places(numbers),
+        inner // _unit(inner), n // _unit(n), d, _apart(table),
+        rmsprop.place(problem.gamma), *rmsprop.places(numbers),
         BY_GRAM=gram is not None, HAS_BIAS=bias is not None, ROUNDS=_rounds(problem),
         UNIT=_unit(inner), N_UNIT=_unit(n), **parts.options(precision),
     )  # fmt: skip

@@ -42,17 +42,19 @@ def step(
     gradient: Tensor,
     numbers: Numbers,
     rate: float,
+    gamma: Number = 1.0,
     from_zero: bool = False,
 ) -> None:
     """Write a step from ``old`` into ``new``, which may be the same; η counts ``rate`` times.
 
-    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. From zero, the
-    old tensor counts as zero and is not read.
+    A number that is a tensor ``[K]`` holds one for each entry of the first dimension. The gradient
+    counts γ times. From zero, the old tensor counts as zero and is not read.
     """
-    count = members(numbers)
+    count = max(members(numbers), gamma.numel() if isinstance(gamma, Tensor) else 1)
     each = old.tensor.numel() // count
     on_device.kernels().rmsprop[(-(-each // BLOCK), count)](
-        *old, *new, gradient, *numbers_of(numbers), rate, each, *places(numbers),
+        *old, *new, gradient, gamma, *numbers_of(numbers), rate, each,
+        place(gamma), *places(numbers),
         FROM_ZERO=from_zero, BLOCK=BLOCK,
     )  # fmt: skip
 
@@ -69,10 +71,11 @@ def members(numbers: Numbers) -> int:
 
 def places(numbers: Numbers) -> list[int]:
     """Where a kernel finds each of the numbers."""
-    return [_place(number) for number in numbers_of(numbers)]
+    return [place(number) for number in numbers_of(numbers)]
 
 
-def _place(number: Number) -> int:
+def place(number: Number) -> int:
+    """Where a kernel finds one number."""
     if not isinstance(number, Tensor):
         return FLOAT
     return SHARED if number.numel() == 1 else PER_MEMBER
