@@ -237,8 +237,8 @@ def step(
     parts = quarters(g, TALL, BROAD)
     for q in tl.static_range(4):
         write_step(
-            parts[q], weight_first, own_gamma, weight, weight_square, weight_momentum, new_weight, rounded,
-            scale, own_eta, own_mu, own_rho, own_eps,
+            parts[q], weight_first, own_gamma, weight, weight_square, weight_momentum,
+            new_weight, rounded, scale, own_eta, own_mu, own_rho, own_eps,
             k, d, n, feature, begin + q * (BROAD // 4) + tl.arange(0, BROAD // 4), ROUNDS,
         )  # fmt: skip
 

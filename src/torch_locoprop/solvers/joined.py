@@ -9,6 +9,7 @@ of each product is stored by rows. oneDNN, where torch has it, takes such produc
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -115,8 +116,15 @@ def product(left: Tensor, right: Tensor, transfer: type[Transfer] = Linear) -> T
 
 
 def _onednn_takes(tensor: Tensor) -> bool:
+    switched_on = bool(torch.backends.mkldnn.enabled)
+    return tensor.dtype == torch.float32 and switched_on and _onednn_is_there()
+
+
+@cache
+def _onednn_is_there() -> bool:
+    """With its product, which is not among torch's public operations."""
     there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return tensor.dtype == torch.float32 and there and bool(torch.backends.mkldnn.enabled)
+    return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _joined(tensors: Tensors) -> Tensor:
