@@ -2,6 +2,7 @@
 
     python -m benchmarks.parts --residual 128x128x32x8x3 --step 128x128x32x8x4 64x64x32x4x4
     python -m benchmarks.parts --precision fp32 --models wide --processes 8 --out parts.json
+    python -m benchmarks.parts --show benchmarks/results/parts-*.json      # tables; nothing is run
 
 Each is what one program computes of a product, rows by columns, terms at a time, warps, and stages of
 its pipeline. All pairs are timed, one after another, each step as a CUDA graph; they are compiled
@@ -11,6 +12,7 @@ beforehand by several processes.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import time
@@ -119,7 +121,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--processes", type=int, default=1, help="that compile")
     parser.add_argument("--replays", type=int, default=REPLAYS, help="in each of three rounds")
     parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    parser.add_argument("--show", type=Path, nargs="+", help="such files, to be shown instead")
     options = parser.parse_args(arguments)
+    if options.show:
+        for path in options.show:
+            step_table.display(markdown(json.loads(path.read_text())))
+        return
     if not torch.cuda.is_available():
         raise SystemExit("There is no GPU here, and nothing to time without one.")
     with matmul_precision(options.precision):

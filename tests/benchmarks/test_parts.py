@@ -38,3 +38,10 @@ def test_the_library_has_the_fastest_on_the_standard_model(precision: str, key: 
     assert parts.parts(best["residual"]) == local.RESIDUAL[key]
     assert parts.parts(best["step"]) == local.STEP[key]
     assert f"| {best['residual']} | {best['step']} |" in parts.markdown(content)
+
+
+def test_what_was_measured_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    parts.main(["--show", *map(str, sorted(RESULTS.glob("parts-*.json")))])
+    out = capsys.readouterr().out
+    assert "tf32, NVIDIA H200" in out
+    assert "fp32, NVIDIA H200" in out
