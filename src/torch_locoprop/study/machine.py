@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import platform
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ def environment(device: str) -> dict[str, Any]:
 
 def forget_peak(device: torch.device) -> None:
     """Measure the most memory from now on; where that cannot be told, from the process's start."""
+    gc.collect()  # earlier runs of this process would count
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
