@@ -101,8 +101,7 @@ def test_seeds_of_a_configuration_are_one_series(tmp_path: Path) -> None:
     made(tmp_path / "c", [9.0, 5.0, 5.0], settings={"lr": 0.5})
     made(tmp_path / "d", [9.0, 5.0, 6.0], "sgd")
     (task,) = tasks_in(tmp_path)
-    usual = f"adam lr={methods.get('adam').settings['lr']:g}"
-    assert [series.label for series in task.series] == [usual, "adam lr=0.5", "sgd"]
+    assert [series.label for series in task.series] == ["adam", "adam lr=0.5", "sgd"]
     first = task.series[0]
     assert [run.config["seed"] for run in first.runs] == [0, 1]
     assert first.last(LOSSES["train"]) == (3.0, 2.0, 4.0, 2)
@@ -124,6 +123,47 @@ def test_labels_are_short_where_they_stay_different(tmp_path: Path) -> None:
     (task,) = tasks_in(tmp_path)
     labels = ["adam lr=0.123456", "adam lr=0.2", "adam lr=0.123457"]
     assert [series.label for series in task.series] == labels
+
+
+def test_what_is_usual_goes_without_saying(tmp_path: Path) -> None:
+    """The method's defaults, and where no series has them, or there are none, the most common."""
+    on_gpu = {"device": "cuda", "precision": "tf32"}
+    usual = {"lr": 0.3}
+    for name, settings, fields in (
+        ("a", usual, on_gpu),
+        ("b", {**usual, "local_steps": 5}, on_gpu),
+        ("c", {"lr": 0.4, "solver": "adam"}, on_gpu),
+        ("d", usual, {**on_gpu, "precision": "fp32"}),
+        ("e", usual, {**on_gpu, "schedule": "linear"}),
+    ):
+        made(tmp_path / name, [9.0, 4.0], "locoprop-m", settings=settings, fields=fields)
+    made(tmp_path / "f", [9.0, 5.0], "kfac@3")  # alone, whatever the others have
+    for index, word in enumerate(("one", "one", "two")):
+        fields = {"method": "mine", "settings": {"word": word, "number": index}}
+        made(tmp_path / f"mine{index}", [9.0, 6.0], fields=fields)
+    (task,) = tasks_in(tmp_path)
+    assert {series.runs[0].folder.name: series.label for series in task.series} == {
+        "a": "locoprop-m",
+        "b": "locoprop-m local_steps=5",
+        "c": "locoprop-m lr=0.4 solver=adam",
+        "d": "locoprop-m precision=fp32",
+        "e": "locoprop-m schedule=linear",
+        "f": "kfac@3",
+        "mine0": "mine number=0",
+        "mine1": "mine number=1",
+        "mine2": "mine word=two number=2",
+    }
+
+
+def test_a_setting_that_only_one_run_records_keeps_labels_apart(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0])
+    files = made(tmp_path / "b", [9.0, 5.0])
+    description = files.description()
+    del description["config"]["settings"]["lr"]  # as a version without it would leave it
+    files.begin(description)
+    (task,) = tasks_in(tmp_path)
+    usual = f"adam lr={methods.get('adam').settings['lr']:g}"
+    assert [series.label for series in task.series] == [usual, "adam"]
 
 
 def test_only_what_finished_has_a_place(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures.timings import Clock
 from torch_locoprop.study.report.clock import clock_of
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
@@ -129,14 +130,16 @@ def _rank(series: Series) -> tuple[int, float, str]:
 
 
 def _labels(ranked: Sequence[Series]) -> list[str]:
-    """The names of the series, no two alike, with four digits of numbers where that is enough."""
-    short = [_label(series, ranked, ".4g") for series in ranked]
-    if len(set(short)) == len(short):
-        return short
-    return [_label(series, ranked, "") for series in ranked]
+    """The names of the series, no two alike: what is usual, and digits after four, where needed."""
+    labels: list[str] = []
+    for whole, digits in ((False, ".4g"), (False, ""), (True, "")):
+        labels = [_label(series, ranked, whole, digits) for series in ranked]
+        if len(set(labels)) == len(labels):
+            break
+    return labels
 
 
-def _label(series: Series, others: Sequence[Series], digits: str) -> str:
+def _label(series: Series, others: Sequence[Series], whole: bool, digits: str) -> str:
     """The method's name, with what tells the series from those of the same method."""
     own = series.hyper_parameters
     rivals = [other.hyper_parameters for other in others if other.method == series.method]
@@ -144,8 +147,22 @@ def _label(series: Series, others: Sequence[Series], digits: str) -> str:
         f"{name}={format(value, digits) if isinstance(value, float) else value}"
         for name, value in own.items()
         if any(other.get(name) != value for other in rivals)
+        and (whole or value != _usual(series.method, name, rivals))
     ]
     return " ".join([series.method, *differing])
+
+
+def _usual(method: str, name: str, rivals: Sequence[dict[str, Any]]) -> Any:
+    """What goes without saying: the method's default, or else what several of its series have."""
+    values = [rival[name] for rival in rivals if name in rival]
+    try:
+        default = methods.get(method).settings.get(name)
+    except ValueError:  # not known here
+        default = None
+    if default in values:
+        return default
+    common = max(values, key=values.count)
+    return common if values.count(common) > 1 else None
 
 
 def view(task: Task, loss: str) -> tuple[float, float] | None:
