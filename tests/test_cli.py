@@ -156,6 +156,22 @@ def test_compare_ranks_and_reuses(run: Any) -> None:
     assert adam["settings"]["lr"] == 1e-2
 
 
+@pytest.mark.parametrize("columns", ["80", "60", "40"])
+def test_methods_keep_their_names_in_a_narrow_terminal(
+    run: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    names = ("locoprop-m", "locoprop-s", "exact-s-muon", "shampoo@100")
+    code, out, _ = run("compare", *names, *TINY)
+    assert code == 0
+    for name in names:
+        assert f"│ {name} " in out
+        origin = " ".join(out.split("Settings from")[1].split())
+        assert f"{name}: {methods.get(name).source}" in origin
+    if columns == "80":
+        assert "train loss" in out, "not even the headings are broken"
+
+
 def test_a_script_can_bring_a_method_of_its_own(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), **settings)

@@ -77,11 +77,13 @@ def ranked(results: Sequence[RunResult]) -> list[RunResult]:
 
 
 def ranking(results: Sequence[RunResult]) -> Table:
-    """Return the table of runs in their order."""
-    table = Table("", "method")
+    """Return the table of runs in their order; below it, where their settings come from."""
+    names = [result.config.method for result in results]
+    origins = (f"{result.config.method}: {result.origin}" for result in results)
+    table = Table("", caption="\n".join(["Settings from", *origins]), caption_justify="left")
+    table.add_column("method", no_wrap=True, min_width=max(map(len, names)))
     for heading in ("train loss", "test loss", "seconds", "memory MiB", "epochs"):
         table.add_column(heading, justify="right")
-    table.add_column("settings from")
     for place, result in enumerate(results, 1):
         last = result.metrics[-1]
         losses = (f"{last.train_loss:.3f}", f"{last.test_loss:.3f}")
@@ -92,7 +94,6 @@ def ranking(results: Sequence[RunResult]) -> Table:
             f"{last.seconds:.1f}",
             f"{last.memory_mib:.0f}",
             str(last.epoch),
-            result.origin,
         )
     return table
 
