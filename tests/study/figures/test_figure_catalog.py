@@ -78,6 +78,13 @@ def test_quick_is_embedded_data_on_small_models(name: str) -> None:
         assert max(int(width) for width in config.model.split("-")[1:]) <= 400
 
 
+def test_every_method_of_a_quick_figure_has_settings_for_it() -> None:
+    """Those of the paper's protocol lead nowhere on small models and few images."""
+    for name in LOSSES:
+        for config in catalog.loss_figure(name, QUICK).configs:
+            assert config.method.partition("@")[0] in QUICK.settings
+
+
 def test_a_method_at_k_looks_the_same_in_every_figure() -> None:
     def looks(scale: Scale) -> dict[str, set[int]]:
         found: dict[str, set[int]] = {}

@@ -56,6 +56,7 @@ QUICK = Scale(
             "decay": 0.857,
             "eps": 1e-9,
         },
+        "exact-s-muon": {"lr": 0.03, "damping": 1.0},
         "kfac": {"lr": 0.1, "damping": 0.03, "clip": 0.3, "momentum": 0.5},
         "shampoo": {"lr": 2e-3, "momentum": 0.8, "decay": 0.95},
         "muon": {"lr": 0.03},
