@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -209,6 +210,8 @@ def test_datasets_tells_what_is_there(run: Any, tmp_path: Path) -> None:
         (["train", "--dataset", "imagenet"], "imagenet"),
         (["train", "--config", "missing.json"], "missing.json: No such file or directory."),
         (["train", "--out", "file/run"], "Choose a folder that you can write to with --out."),
+        (["train", "--out=/proc/run"], "Choose a folder that you can write to with --out."),
+        (["train", "--config", "file/a.json"], "file/a.json: Not a directory."),
         (["compare", "adam", "--set", "sgd.lr=1"], "sgd is not among the methods"),
         (["train", "-m", "soap"], "torch-locoprop[peers]"),
         (["compare", "adam", "soap"], "torch-locoprop[peers]"),
@@ -246,6 +249,22 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run: Any) -> None
     assert err.endswith("Make room, then go on with --resume.\n")
     assert run("train", "--resume", "--out", "there")[0] == 0
     assert result_of("there").finished
+
+
+def test_an_unwritable_folder_of_logs_is_one_sentence(run: Any) -> None:
+    Path("file").write_text("")
+    options = ["--out", "there", "--tensorboard", "file/logs", "--quiet"]
+    code, _, err = run("train", *TINY, *options)
+    assert code == 1
+    assert err.startswith("file/logs")
+    assert err.endswith("Choose a folder that you can write to with --tensorboard.\n")
+
+
+def test_an_unwritable_place_that_nobody_chose_is_one_sentence(run: Any) -> None:
+    Path("runs").write_text("")
+    code, _, err = run("train", *TINY, "--quiet")
+    assert code == 1
+    assert err.endswith("Not a directory. Go to a folder that you can write to.\n")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -314,6 +333,18 @@ def test_a_missing_package_is_named(
     assert code == 1
     assert package in err
     assert 'pip install "torch-locoprop[study]"' in err
+
+
+def test_ctrl_c_while_the_commands_are_imported_is_quiet(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise KeyboardInterrupt
+
+    name = "torch_locoprop.study.commands"
+    monkeypatch.setitem(sys.modules, name, Interrupted(name))
+    assert run("train") == (130, "", "")
 
 
 def test_memory_that_runs_out_is_told_in_a_sentence(

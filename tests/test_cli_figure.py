@@ -1,6 +1,9 @@
 """`locoprop figure`: what it lists, makes, reuses and refuses."""
 
+import errno
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
@@ -150,6 +153,33 @@ def test_a_failed_run_is_told_and_is_exit_code_one(
     assert "adam failed: no memory" in err
 
 
+def test_a_full_disk_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "runs/a/checkpoint.pt")
+
+    monkeypatch.setattr(work, "run", full)
+    code, _, err = run("relu", "--quick", *FEW, "--quiet")
+    assert code == 1
+    assert err == (
+        "runs/a/checkpoint.pt: No space left on device. "
+        "Make room, then give the same command again.\n"
+    )
+
+
+def test_without_matplotlib_the_extra_is_named() -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from torch_locoprop import cli; cli.main(['figure', 'matching-loss'])"
+    )
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "The command line needs the package matplotlib, which is not installed. "
+        'Install it with: pip install "torch-locoprop[study]".\n'
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -159,7 +189,8 @@ def test_a_failed_run_is_told_and_is_exit_code_one(
         (["relu", "--device", "cpu", "--precision", "tf32"], "precision='tf32' is for GPUs"),
         (["relu", "--device", "tpu"], "Unknown device 'tpu'"),
         (["relu", "--config", "missing.json"], "missing.json: No such file"),
-        (["matching-loss", "--out", "file/figures"], "Choose a folder that you can write to"),
+        (["matching-loss", "--out", "file/figures"], "that you can write to with --out."),
+        (["relu", "--quick", "--runs", "file/runs", "--quiet"], "can write to with --runs."),
     ],
 )
 def test_errors_are_one_sentence(run: Any, arguments: list[str], message: str) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import errno
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
 
-FAILED = 1
+FAILED, INTERRUPTED = 1, 130
 
-_FULL = "Make room, then go on with --resume."
-_CLOSED = "Choose a folder that you can write to with --out."
-ADVICE = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _FULL),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST), _CLOSED),
-}
-"""What to do about an error of the file system."""
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+"""Errors of a disk that has no room, and of a folder that takes no files."""
+
+WRITTEN = ("--out", "--runs", "--tensorboard")
+"""The options that name a place to write to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,12 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from torch_locoprop.study.datasets import DatasetError
         from torch_locoprop.study.run_folder import RunError
     except ImportError as error:
-        _fail(
-            f"The command line needs the package {error.name}, which is not installed. "
-            'Install it with: pip install "torch-locoprop[study]".'
-        )
+        _fail(_needed(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
     try:
         app(args=arguments, prog_name="locoprop")
+    except ModuleNotFoundError as error:
+        _fail(_needed(error))
     except (ValueError, ImportError, DatasetError, RunError) as error:
         _fail(str(error))
     except OutOfMemoryError as error:
@@ -41,7 +43,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _fail(f"{where}{error.strerror or error}. {ADVICE.get(error.errno or 0, '')}".rstrip())
+        words = sys.argv[1:] if arguments is None else arguments
+        _fail(f"{where}{error.strerror or error}. {_advice(error, words)}".rstrip())
+
+
+def _needed(error: ImportError) -> str:
+    package = str(error.name).partition(".")[0]
+    return (
+        f"The command line needs the package {package}, which is not installed. "
+        'Install it with: pip install "torch-locoprop[study]".'
+    )
+
+
+def _advice(error: OSError, arguments: Sequence[str]) -> str:
+    """What to do about an error of the file system, or nothing."""
+    if error.errno in FULL:
+        again = "go on with --resume" if "train" in arguments[:1] else "give the same command again"
+        return f"Make room, then {again}."
+    words = [part for word in arguments for part in word.split("=", 1)]
+    path = Path(str(error.filename))
+    for option, value in pairwise(words):
+        if option in WRITTEN and (path.is_relative_to(value) or Path(value).is_relative_to(path)):
+            return f"Choose a folder that you can write to with {option}."
+    if error.errno in CLOSED and str(path) not in words:  # where a command writes unasked
+        return "Go to a folder that you can write to."
+    return ""
 
 
 def _fail(message: str) -> NoReturn:
