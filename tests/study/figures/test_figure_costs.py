@@ -122,3 +122,38 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(calls) == len(costs.METHODS)
     make(without=("shampoo@1",))  # another table
     assert len(calls) == 2 * len(costs.METHODS) - 1
+    assert "with other methods or settings. It stays as it is" in "\n".join(said)
+
+
+def test_a_measurement_of_another_environment_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = {"machine": "m1", "threads": 2, "torch": "2.9"}
+    calls: list[str] = []
+
+    def measured(config: RunConfig) -> Cost:
+        calls.append(config.method)
+        return Cost(config.method, 1.0, 2.0, here["threads"], 4.0)
+
+    monkeypatch.setattr(costs, "measured", measured)
+    monkeypatch.setattr(cost_figure, "environment", lambda device: dict(here))
+    said: list[str] = []
+
+    def make(**values: Any) -> Any:
+        return cost_figure.make_costs(small.order(tmp_path, **values), said.append)
+
+    make()
+    (committed,) = (tmp_path / "runs" / "costs").iterdir()
+    before = committed.read_bytes()
+    here["threads"] = 1
+    assert make(only_existing=True).files == ()
+    difference = "was measured in another environment (threads is 2 there and 1 here)"
+    assert said[-1] == f"costs: {committed} {difference}, so it is not drawn."
+    said.clear()
+    made = make()
+    assert said[0].startswith(f"costs: {committed} {difference}. It stays as it is; what is")
+    assert committed.read_bytes() == before
+    (new,) = set(committed.parent.iterdir()) - {committed}
+    assert said[0].endswith(f"goes to {new}.")
+    assert make(only_existing=True).text == made.text
+    assert len(calls) == 2 * len(costs.METHODS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import Any
 
 from torch_locoprop.study.config import RunConfig
@@ -20,16 +22,23 @@ def make_costs(order: Order, say: Say) -> Made:
     first = configs[0]
     about = _about(configs)
     path = order.folders[0] / NAME / f"{first.model}-{first.batch_size}-{first.device}.json"
-    table = cost_table.stored(path, about)
-    if table is None and order.only_existing:
-        say(f"costs: nothing was measured for it in {path}, so it is not drawn.")
-        return Made(NAME, (), (), ("all measurements (not made)",))
-    if table is None:
+    own = path.with_stem(f"{path.stem}-{_digest(about)}")  # where the other is of something else
+    there = cost_table.stored(path)
+    found = [each for each in (there, cost_table.stored(own)) if each and each[1] == about]
+    other = f"{path} was measured {_difference(there[1], about)}" if there else ""
+    if found:
+        table = found[0][0]
+    elif order.only_existing:
+        say(f"costs: {other or f'nothing was measured for it in {path}'}, so it is not drawn.")
+        return Made(NAME, (), (), ("all measurements (not made here)",))
+    else:
+        if other:
+            say(f"costs: {other}. It stays as it is; what is measured now goes to {own}.")
         table = []
         for number, config in enumerate(configs, 1):
             say(f"Measuring {config.method} ({number} of {len(configs)}).")
             table.append(costs.measured(config))
-        cost_table.store(path, table, about)
+        cost_table.store(own if other else path, table, about)
     notes = _notes(first, order.command_for(NAME))
     entry = entry_of(NAME)
     subtitle = f"{first.model} autoencoder, b = {first.batch_size}, T = 10"
@@ -47,10 +56,26 @@ def _config(order: Order, method: str) -> RunConfig:
 
 
 def _about(configs: list[RunConfig]) -> dict[str, Any]:
-    return {
+    """What a measurement is of, as JSON knows it."""
+    about = {
         "configs": [config.to_dict() for config in configs],
         "environment": environment(configs[0].device),
     }
+    return dict(json.loads(json.dumps(about)))
+
+
+def _digest(about: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:6]
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """How another measurement differs: where it was made, or else what was measured."""
+    old, new = there.get("environment", {}), here["environment"]
+    names = [name for name in {**old, **new} if old.get(name) != new.get(name)]
+    if not names:
+        return "with other methods or settings"
+    told = ", ".join(f"{name} is {old.get(name)} there and {new.get(name)} here" for name in names)
+    return f"in another environment ({told})"
 
 
 def _notes(config: RunConfig, command: str) -> list[str]:

@@ -96,11 +96,10 @@ def store(path: Path, costs: Sequence[Cost], about: dict[str, Any]) -> None:
     style.write(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
-def stored(path: Path, about: dict[str, Any]) -> list[Cost] | None:
-    """Return the measurements that are there, if they are of just this."""
+def stored(path: Path) -> tuple[list[Cost], dict[str, Any]] | None:
+    """Return the measurements that are there, if any, and what they are of."""
     try:
         content = json.loads(path.read_text())
-        costs = [Cost(**cost) for cost in content.pop("costs")]
+        return [Cost(**cost) for cost in content.pop("costs")], content
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return costs if content == json.loads(json.dumps(about)) else None
