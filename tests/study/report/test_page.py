@@ -164,6 +164,14 @@ def test_why_there_are_no_pictures_is_said(tmp_path: Path, monkeypatch: pytest.M
     assert gallery(task, 5, None).missing == ("gone",)
 
 
+def test_images_that_no_folder_has_are_not_asked_for(tmp_path: Path) -> None:
+    files = made(tmp_path / "a", [9.0, 4.0], checkpoint=True)
+    files.begin({**files.description(), "data": datasets.some_curves(4, 1).metadata})
+    assert gallery(tasks_in(tmp_path)[0], 5, None).missing == (
+        "The runs had images of their own (the first 5 generated), which no file has.",
+    )
+
+
 def test_a_broken_checkpoint_costs_one_row(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0], checkpoint=True)
     made(tmp_path / "b", [9.0, 5.0], "sgd", checkpoint=True)

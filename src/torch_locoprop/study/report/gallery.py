@@ -73,6 +73,8 @@ def _originals(
     """Return `[number, pixels]` of the images that the runs were tested on."""
     data = datasets.load(name, data_dir, download=False)
     if data.fingerprint != recorded.get("fingerprint"):
+        if "generated" in (source := str(recorded.get("source"))):
+            raise DatasetError(f"The runs had images of their own ({source}), which no file has.")
         raise DatasetError(
             f"{name} as it is found here has the fingerprint {data.fingerprint}, and the runs had "
             f"{recorded.get('fingerprint')}. Name the folder with their images with --data-dir."
