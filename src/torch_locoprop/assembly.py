@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.assignment import effective_variant
+from torch_locoprop.exchange import Exchange, averaged
 from torch_locoprop.fisher import running_average, second_moment
 from torch_locoprop.gram import Gram
 from torch_locoprop.groups import Group, decayed, numbers
@@ -82,6 +83,9 @@ def local_problem(
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
+    exchange = None if layer.processes is None else Exchange(layer.processes, mean)
+    # What a row's loss counts in the sum of its process is divided by that of the others.
+    shares = 1 if exchange is None or mean else exchange.processes
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
         layer.follow_gradients()
@@ -108,11 +112,14 @@ def local_problem(
         regularizer=method.regularizer,
         row_weight=layer.row_weight(of_each),
         # A row's problem has the gradient of the row's own loss, not of its share in the mean.
-        g=_scaled(layer.gradients(), scale / of_each) if "g" in target.needs else None,
-        v=_scaled(_post_gradients(layer, x), scale / of_each) if "v" in target.needs else None,
+        g=_scaled(layer.gradients(), scale / of_each / shares) if "g" in target.needs else None,
+        v=_scaled(_post_gradients(layer, x), scale / of_each / shares)
+        if "v" in target.needs
+        else None,
         fisher=fisher,
         base=base,
         products=group["local_products"],
+        exchange=exchange,
         number=local_problems_before(group),
     )
 
@@ -157,7 +164,8 @@ def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -
     sampled = layer.sampled()
     if asking is None or sampled is None:
         return running if asking else None
-    return running_average(running, second_moment(sampled), asking.decay)
+    moment = averaged(second_moment(sampled), layer.processes)
+    return running_average(running, moment, asking.decay)
 
 
 def asks_for_fisher(method: Method) -> Any:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from torch_locoprop import detection, transfers
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
+from torch_locoprop.exchange import averaging
 from torch_locoprop.fisher import sampled_output_gradient
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.served import Call, CompiledCall, ServedLayer
@@ -100,7 +101,8 @@ class Capture:
             recomputed = torch._C._current_graph_task_id() != -1
             self.tracing |= not layer.decided  # a layer thawed since the last step
             traced = self.tracing and not recomputed
-            cell = _Cell(Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed))
+            call = Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed)
+            cell = _Cell(replace(call, processes=averaging()))
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
         if self._in_forward is not None and self._seed is not None:

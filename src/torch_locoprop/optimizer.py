@@ -101,6 +101,7 @@ class LocoProp(WithFallback):
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
             back. None: all that can.
         diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time.
+            Of several processes, in all or in none: they exchange what they measure.
         cuda_graph: on a GPU, replay steps that are the same work as those before as a CUDA graph: the
             same to rounding, far sooner, for copies of the layers' inputs and memory of its own. False:
             never.
@@ -240,7 +241,7 @@ class LocoProp(WithFallback):
         in_parts = bool(undecided) and compiled_in_parts(self._layers)
         for layer in undecided:
             decide(layer, self._output_transfer, self._loss_transfer, in_parts)
-        if drift_apart(self._local_groups(), self._components):
+        if drift_apart(self._layers, self._local_groups(), self._components):
             self._warn_once("processes", DRIFT)
         group_of = self._group_of()
         terms = loss_terms(self._layers) if self._loss_sums else 1
@@ -271,7 +272,8 @@ class LocoProp(WithFallback):
             return directions
 
         with current(device):
-            if not self._replays or others or not graphs.can_record(device):
+            alone = all(layer.processes is None for layer in layers)
+            if not self._replays or others or not alone or not graphs.can_record(device):
                 return solve()
             with self._graphs.rates_on_device(self._local_groups(), device):
                 known = (layers, group_of, self._components, self.state, terms)

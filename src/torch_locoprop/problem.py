@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_locoprop.exchange import Exchange, averaged
 from torch_locoprop.gram import Gram
 from torch_locoprop.layers import Layer
 from torch_locoprop.losses import LocalLoss
@@ -51,6 +52,7 @@ class LocalProblem:
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
     products: str = "full"  # or "bf16": how exact those after the first gradient need to be
+    exchange: Exchange | None = None  # with the processes that have other rows of the problem
     number: int = 0  # of this problem among all that the layer has had
 
     @cached_property
@@ -76,7 +78,7 @@ class LocalProblem:
         if known is not None:
             return known
         assert self.delta0 is not None
-        return self._weight_grad(self.row_weight * self.delta0)
+        return self._exchanged(self._weight_grad(self.row_weight * self.delta0))
 
     @cached_property
     def metric(self) -> Metric | None:
@@ -84,7 +86,7 @@ class LocalProblem:
         if self.fisher is None or "fisher" not in self.regularizer.needs:
             return None
         x = self.inputs
-        return Metric(self.fisher, x.mT @ x / x.shape[-2])
+        return Metric(self.fisher, self.averaged(x.mT @ x / x.shape[-2]))
 
     @cached_property
     def inputs(self) -> Tensor:
@@ -95,6 +97,8 @@ class LocalProblem:
         """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
+        if self.exchange is not None:
+            return self._gram_of_all()
         if isinstance(self.x, Gram):
             return self.x
         d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
@@ -103,12 +107,13 @@ class LocalProblem:
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
         """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
         if gram is not None:
-            return self._after_first(gram.gradient(self.displacement(at)))
+            added = gram.gradient(self.displacement(at))
+            return self._after_first(added if self.exchange is not None else self._weighted(added))
         delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
         change = delta if self.delta0 is None else delta - self.delta0
         if self._own_weights is not None:
             change = change * self._own_weights
-        return self._after_first(self._weight_grad(change))
+        return self._after_first(self._exchanged(self._weighted(self._weight_grad(change))))
 
     def displacement(self, at: Tensors) -> Tensors:
         return {name: value - self.start[name] for name, value in at.items()}
@@ -121,7 +126,7 @@ class LocalProblem:
         if isinstance(self.x, Gram):
             curved = self.x.gradient(moved)
             half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
-            return linear + self.row_weight * half + penalty
+            return linear + self.of_all(self.row_weight * half) + penalty
         a = self._forward(at)
         beyond_linear = self.loss.value(a, self.target_rows, self.transfer) - self.loss.value(
             self.a0, self.target_rows, self.transfer
@@ -129,7 +134,7 @@ class LocalProblem:
         if self.delta0 is not None:
             beyond_linear = beyond_linear - (self.delta0 * (a - self.a0)).sum(-1)
         weight = self.row_weight if self._own_weights is None else self._own_weights.squeeze(-1)
-        return linear + (weight * beyond_linear).sum() + penalty
+        return linear + self.of_all((weight * beyond_linear).sum()) + penalty
 
     def _forward(self, at: Tensors) -> Tensor:
         """The pre-activations at these tensors."""
@@ -141,13 +146,49 @@ class LocalProblem:
         """The rows' weights where they are not one number."""
         return self.row_weight if isinstance(self.row_weight, Tensor) else None
 
+    def _weighted(self, change: Tensors) -> Tensors:
+        """What rows that all count the same have added, in place."""
+        if self._own_weights is None and self.row_weight != 1:
+            for tensor in change.values():
+                tensor.mul_(self.row_weight)
+        return change
+
     def _after_first(self, change: Tensors) -> Tensors:
-        """The first gradient and, weighted, what was added to it since; ``change`` is used up."""
+        """The first gradient and what was added to it since; ``change`` is used up."""
         for name, first in self.first_gradient.items():
-            if self._own_weights is None and self.row_weight != 1:
-                change[name].mul_(self.row_weight)
             change[name].add_(first)
         return change
+
+    # ---- with other processes ------------------------------------------------------------------
+
+    def averaged(self, mean: Tensor) -> Tensor:
+        """A mean over these rows, over all rows."""
+        return mean if self.exchange is None else averaged(mean, self.exchange.group)
+
+    def _exchanged(self, of_rows: Tensors) -> Tensors:
+        if self.exchange is not None:
+            self.exchange(of_rows[name] for name in self.start)
+        return of_rows
+
+    def of_all(self, of_rows: Tensor) -> Tensor:
+        """What these rows add up to, in place with what all rows do."""
+        if self.exchange is not None:
+            self.exchange([of_rows])
+        return of_rows
+
+    def _gram_of_all(self) -> Gram | None:
+        """That of all rows, weighted; for linear layers always, so that all processes agree."""
+        assert self.exchange is not None
+        own = self.x
+        if not isinstance(own, Gram):
+            if not isinstance(own, Tensor) or own.dim() != 2:
+                return None
+            own = Gram.of(own, self._own_weights)
+        weight = 1.0 if self._own_weights is not None else self.row_weight
+        square, total = own.square * weight, own.total * weight
+        rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight
+        self.exchange([square, total, rows])
+        return Gram(square, total, rows)
 
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.layer.weight_grad(self.x, delta)

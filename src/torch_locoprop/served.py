@@ -47,6 +47,7 @@ class Call:
     compiled: CompiledCall | None = None
     kept: Tensor | None = None  # which samples these are, where not all were kept
     gram: Gram | None = None  # instead of x, where that is all that is needed
+    processes: Any = None  # that average their gradients of it
 
     def thinned(self, kind: Layer, samples: Tensor) -> Call:
         """The same call with some of its samples only."""
@@ -89,9 +90,7 @@ class ServedLayer:
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
     condense_for: int = 0  # so many gradients of a squared loss: XᵀX may stand for X
-    ready: torch.cuda.Event | None = (
-        None  # when the gradients were, where the step need not wait longer
-    )
+    ready: torch.cuda.Event | None = None  # since when the gradients are, if a step may know
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # of skipped, gated, capped ones
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
@@ -103,6 +102,11 @@ class ServedLayer:
         own = self.module._parameters  # asked for in every step: the attributes take longer
         named = ((name, own.get(name)) for name in ("weight", "bias"))
         return {name: p for name, p in named if p is not None}
+
+    @property
+    def processes(self) -> Any:
+        """Those that average their gradients of the recorded calls, if any do."""
+        return next((call.processes for call in self.calls if call.processes is not None), None)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -207,6 +211,8 @@ class ServedLayer:
         Unscaling and clipping multiply the latter, and what they multiply them by is the change of
         their length. (Their versions do not tell: a ``GradScaler`` leaves them as they are.)
         """
+        if self.processes is not None:
+            return  # who average gradients after the pass: their lengths do not tell
         then, now = self._lengths, self._gradient_lengths()
         both = [p for p in now if p in then]
         if both:

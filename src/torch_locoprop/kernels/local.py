@@ -71,6 +71,8 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
         return False
     if problem.g is not None or isinstance(problem.row_weight, Tensor):
         return False
+    if problem.exchange is not None:
+        return False
     if regularizer.has_direction or regularizer.has_prox:
         return False
     if not _agree(numbers):

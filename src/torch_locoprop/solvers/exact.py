@@ -72,8 +72,10 @@ class Exact(Solver):
         eta = spread(numbers[owner].lr, gradient)
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
+        h = None if h is None else problem.averaged(h)
+        alone = problem.exchange is None
         with _full_products(gradient):
-            if self.every == 1 and self.decay == 0 and self.damping is None:
+            if self.every == 1 and self.decay == 0 and self.damping is None and alone:
                 x = problem.inputs * problem.row_weight**0.5
                 found = (
                     implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
@@ -95,7 +97,9 @@ class Exact(Solver):
         renew = self._renews(problem.number) or not {"inverse", "eigenvectors"} & set(state)
         gram = state.get("gram")
         if renew or self.decay > 0:
-            gram = running_average(gram, (problem.row_weight * x).mT @ x, self.decay)
+            gram = running_average(
+                gram, problem.of_all((problem.row_weight * x).mT @ x), self.decay
+            )
         kept: Tensors = {}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram

@@ -71,7 +71,7 @@ def fits(problem: LocalProblem) -> bool:
         return False
     if type(problem.layer) is not LinearLayer or _transfer(problem) not in TRANSFERS:
         return False
-    if problem.g is not None or problem.fixed or problem.base:
+    if problem.g is not None or problem.fixed or problem.base or problem.exchange is not None:
         return False
     if regularizer.has_direction or regularizer.has_prox or isinstance(problem.row_weight, Tensor):
         return False
