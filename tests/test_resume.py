@@ -142,3 +142,18 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="not the state dict of a LocoProp optimizer"):
         opt.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
     assert opt.param_groups[0]["lr"] == 1e-3
+
+
+def test_a_state_that_knows_fewer_settings_loads() -> None:
+    """As one saved before a setting came; it has that setting's default."""
+    model, opt = make({})
+    train(model, opt, range(2))
+    state = opt.state_dict()
+    for group in state["param_groups"]:
+        del group["local_products"]
+    other, resumed = make({}, seed=0)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(state)
+    train(other, resumed, range(2, 4))
+    train(model, opt, range(2, 4))
+    assert all(map(torch.equal, weights(other), weights(model)))

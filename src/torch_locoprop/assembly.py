@@ -44,7 +44,8 @@ def method_for(layer: ServedLayer, group: Group, components: Components) -> Meth
     if group["steps"] % group["every"] != 0:
         method = backprop_step(method)
         return replace(method, solver=SOLVERS["sgd"]) if _is_exact(method) else method
-    return method if layer.has_rows else backprop_step(method)
+    rows = layer.has_rows if layer.together is None else layer.together.all_have_rows
+    return method if rows else backprop_step(method)
 
 
 def local_problems_before(group: Group) -> int:
@@ -68,7 +69,7 @@ def local_problem(
     method: Method,
     group_of: dict[nn.Parameter, Group],
     fisher: Tensor | None,
-    loss_terms: int,
+    loss_terms: float,
     relative: bool,
 ) -> LocalProblem:
     """The problem over the layer's tensors that have a gradient, or over their displacements.
@@ -83,9 +84,9 @@ def local_problem(
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
-    exchange = None if layer.processes is None else Exchange(layer.processes, mean)
+    exchange = None if layer.together is None else Exchange(layer.together, mean)
     # What a row's loss counts in the sum of its process is divided by that of the others.
-    shares = 1 if exchange is None or mean else exchange.processes
+    shares = 1 if exchange is None or mean else exchange.together.processes
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
         layer.follow_gradients()
@@ -164,7 +165,7 @@ def running_fisher(layer: ServedLayer, method: Method, running: Tensor | None) -
     sampled = layer.sampled()
     if asking is None or sampled is None:
         return running if asking else None
-    moment = averaged(second_moment(sampled), layer.processes)
+    moment = averaged(second_moment(sampled), layer.together)
     return running_average(running, moment, asking.decay)
 
 

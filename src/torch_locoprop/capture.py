@@ -38,6 +38,7 @@ class Capture:
         self.layers = {layer.module: layer for layer in layers}
         self.tracing = True  # search the graph for transfers
         self.record_post_gradients = False
+        self.processes: Any = None  # that have their gradients averaged, once they were seen to
         self._seed: int | None = None  # of the labels drawn in the next forward pass
         self._output_transfer = output_transfer  # tells the predictive distribution
         self._sampling = False
@@ -86,6 +87,7 @@ class Capture:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
     ) -> Tensor | None:
         kind = self._watched.get(module)
+        self.processes = averaging() or self.processes
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
         layer = self.layers.get(module)
@@ -102,7 +104,7 @@ class Capture:
             self.tracing |= not layer.decided  # a layer thawed since the last step
             traced = self.tracing and not recomputed
             call = Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed)
-            cell = _Cell(replace(call, processes=averaging()))
+            cell = _Cell(call)
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
         if self._in_forward is not None and self._seed is not None:
@@ -154,7 +156,12 @@ class Capture:
             cell.let_go()  # no other pass can come this way, and the loss may be kept for long
 
     def _after_gradient(self, parameter: nn.Parameter) -> None:
-        self._layer_of[parameter].commit(torch._C._current_graph_task_id())
+        layer = self._layer_of[parameter]
+        layer.commit(torch._C._current_graph_task_id())
+        if self.processes is not None and not layer.needs.isdisjoint({"g", "v"}):
+            # At the end of the pass, after those that wait already: one of them averages.
+            at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+            at_the_end(lambda: at_the_end(layer.measure_again))
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._in_forward = []

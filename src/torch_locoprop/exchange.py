@@ -17,32 +17,42 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Adds up over processes what each has of its own rows."""
+class Together:
+    """What all processes know of a layer before they solve its problem."""
 
     group: Any  # of torch.distributed
-    mean: bool  # over the processes, where a row counts its share in the mean of its process
+    rows: int  # of all
+    all_have_rows: bool  # and take the layer for the same
+    some_have_gram: bool  # instead of them
 
     @property
     def processes(self) -> int:
         return torch.distributed.get_world_size(self.group)
 
+
+@dataclass(frozen=True)
+class Exchange:
+    """Adds up over processes what each has of its own rows."""
+
+    together: Together
+    mean: bool  # over the processes, where a row counts its share in the mean of its process
+
     def __call__(self, tensors: Iterable[Tensor]) -> None:
         """In place, in all processes at once."""
         for tensor in tensors:
             whole = tensor.contiguous()
-            torch.distributed.all_reduce(whole, group=self.group)
+            torch.distributed.all_reduce(whole, group=self.together.group)
             if self.mean:
-                whole /= self.processes
+                whole /= self.together.processes
             if whole is not tensor:
                 tensor.copy_(whole)
 
 
-def averaged(tensor: Tensor, group: Any) -> Tensor:
+def averaged(tensor: Tensor, together: Together | None) -> Tensor:
     """The mean over the processes, for what is a mean over rows in each."""
-    if group is not None:
+    if together is not None:
         tensor = tensor.clone()
-        Exchange(group, mean=True)([tensor])
+        Exchange(together, mean=True)([tensor])
     return tensor
 
 

@@ -121,7 +121,7 @@ def key_of(
     group_of: Mapping[nn.Parameter, Group],
     components: Components,
     state: Mapping[Tensor, Mapping[str, Tensor]],
-    terms: int,
+    terms: float,
 ) -> Hashable | None:
     """Equal for steps that are the same work on the device; None if this one may be its own."""
     keys: list[Hashable] = [terms, *_precisions()]

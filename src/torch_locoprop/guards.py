@@ -76,6 +76,7 @@ def write_if(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     tensors = [tensor for pair in pairs for tensor in pair]
     if on_device.takes(tensors) and all(t.device == ok.device for t in tensors):
         writing.write(ok.reshape(1), pairs)
+        torch.autograd.graph.increment_version([old for _, old in pairs])
         return
     for new, old in pairs:
         torch.where(ok.to(new.device), new, old, out=old)

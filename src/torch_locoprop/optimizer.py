@@ -43,7 +43,7 @@ from torch_locoprop.guards import all_finite, guarded, write_if
 from torch_locoprop.lanes import current, lanes
 from torch_locoprop.outer import OuterFactory, as_gradient, make_outer, outer_factor
 from torch_locoprop.problem import LocalProblem
-from torch_locoprop.processes import DRIFT, drift_apart
+from torch_locoprop.processes import DRIFT, agree, drift_apart
 from torch_locoprop.regularizers import Regularizer
 from torch_locoprop.served import ServedLayer, check_intact
 from torch_locoprop.settings import Components
@@ -80,7 +80,8 @@ class LocoProp(WithFallback):
         local_decay: ``linear``, the rate of iteration t is ``lr · max(1 − t/T, 1/4)``; ``constant``.
         local_reduction: ``sum`` over rows, as in the paper; ``mean``, which makes the settings
             independent of the batch size and, told the loss by ``loss_fn``, of its reduction.
-        local_products: ``full``, matrix products of local iterations are as exact as torch's; ``bf16``,
+        local_products: ``full``, matrix products of local iterations are as exact as torch's (in
+            float32 on a GPU to a factor of two: the kernels take three in TF32); ``bf16``,
             they may be of numbers rounded to bfloat16, where that is faster: on a GPU, where the
             kernels for linear layers serve. Weights and the solver's state stay as they are, and
             the first iteration, which is BackProp, has no product.
@@ -241,10 +242,13 @@ class LocoProp(WithFallback):
         in_parts = bool(undecided) and compiled_in_parts(self._layers)
         for layer in undecided:
             decide(layer, self._output_transfer, self._loss_transfer, in_parts)
-        if drift_apart(self._layers, self._local_groups(), self._components):
+        if drift_apart(self._capture.processes, self._local_groups(), self._components):
             self._warn_once("processes", DRIFT)
         group_of = self._group_of()
-        terms = loss_terms(self._layers) if self._loss_sums else 1
+        terms = float(loss_terms(self._layers)) if self._loss_sums else 1.0
+        if self._capture.processes is not None:
+            moving = [layer for layer in self._layers if layer.with_gradient]
+            terms = agree(self._capture.processes, moving, terms)
         directions = self._solve_all(group_of, terms)
         if self._outer is not None:
             self._outer.step(directions, lambda p: outer_factor(group_of[p]))
@@ -256,7 +260,7 @@ class LocoProp(WithFallback):
         self._report_skips()
 
     def _solve_all(
-        self, group_of: dict[nn.Parameter, Group], terms: int
+        self, group_of: dict[nn.Parameter, Group], terms: float
     ) -> dict[nn.Parameter, Tensor]:
         """Solve every layer's local problem; on a GPU, by the replay of a graph where that is right."""
         layers = [layer for layer in self._layers if layer.with_gradient]
@@ -272,7 +276,7 @@ class LocoProp(WithFallback):
             return directions
 
         with current(device):
-            alone = all(layer.processes is None for layer in layers)
+            alone = self._capture.processes is None
             if not self._replays or others or not alone or not graphs.can_record(device):
                 return solve()
             with self._graphs.rates_on_device(self._local_groups(), device):
@@ -295,14 +299,14 @@ class LocoProp(WithFallback):
         torch.autograd.graph.increment_version(written)
 
     def _solve(
-        self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: int
+        self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: float
     ) -> dict[nn.Parameter, Tensor]:
         """Solve one layer's local problem and write the solution, or return it as a gradient."""
         trained = layer.with_gradient
         owner, parameter = next(iter(trained.items()))
         group = group_of[layer.given[0]]
         method = method_for(layer, group, self._components)
-        if not layer.calls:
+        if not layer.calls and layer.together is None:
             if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
                 return {}
             layer.note = layer.note or NOT_CALLED
@@ -495,6 +499,9 @@ class LocoProp(WithFallback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        for group in self._local_groups():  # of a version that knew fewer settings
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
         if "_model" in state:
             self._attach()
             self._link_fallback()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.exchange import Exchange, averaged
-from torch_locoprop.gram import Gram
+from torch_locoprop.gram import Gram, saves_work
 from torch_locoprop.layers import Layer
 from torch_locoprop.losses import LocalLoss
 from torch_locoprop.regularizers import Metric, Regularizer
@@ -97,11 +97,11 @@ class LocalProblem:
         """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
+        d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
         if self.exchange is not None:
-            return self._gram_of_all()
+            return self._gram_of_all(d, local_steps - 1)
         if isinstance(self.x, Gram):
             return self.x
-        d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
         return self.layer.gram(self.x, d, local_steps - 1, self._own_weights)
 
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
@@ -163,7 +163,7 @@ class LocalProblem:
 
     def averaged(self, mean: Tensor) -> Tensor:
         """A mean over these rows, over all rows."""
-        return mean if self.exchange is None else averaged(mean, self.exchange.group)
+        return mean if self.exchange is None else averaged(mean, self.exchange.together)
 
     def _exchanged(self, of_rows: Tensors) -> Tensors:
         if self.exchange is not None:
@@ -176,12 +176,15 @@ class LocalProblem:
             self.exchange([of_rows])
         return of_rows
 
-    def _gram_of_all(self) -> Gram | None:
-        """That of all rows, weighted; for linear layers always, so that all processes agree."""
+    def _gram_of_all(self, d: int, gradients: int) -> Gram | None:
+        """That of all rows, weighted, if it is cheaper: by what all processes know, to agree."""
         assert self.exchange is not None
-        own = self.x
+        own, together = self.x, self.exchange.together
         if not isinstance(own, Gram):
             if not isinstance(own, Tensor) or own.dim() != 2:
+                return None
+            cheaper = saves_work(together.rows, d, own.shape[-1], gradients)
+            if not cheaper and not together.some_have_gram:
                 return None
             own = Gram.of(own, self._own_weights)
         weight = 1.0 if self._own_weights is not None else self.row_weight

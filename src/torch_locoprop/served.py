@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_locoprop import detection, lanes
 from torch_locoprop.detection import Finding, Mark
+from torch_locoprop.exchange import Together
 from torch_locoprop.gram import Gram
 from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
@@ -47,7 +48,6 @@ class Call:
     compiled: CompiledCall | None = None
     kept: Tensor | None = None  # which samples these are, where not all were kept
     gram: Gram | None = None  # instead of x, where that is all that is needed
-    processes: Any = None  # that average their gradients of it
 
     def thinned(self, kind: Layer, samples: Tensor) -> Call:
         """The same call with some of its samples only."""
@@ -90,6 +90,7 @@ class ServedLayer:
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
     condense_for: int = 0  # so many gradients of a squared loss: XᵀX may stand for X
+    together: Together | None = None  # with other processes
     ready: torch.cuda.Event | None = None  # since when the gradients are, if a step may know
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # of skipped, gated, capped ones
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
@@ -102,11 +103,6 @@ class ServedLayer:
         own = self.module._parameters  # asked for in every step: the attributes take longer
         named = ((name, own.get(name)) for name in ("weight", "bias"))
         return {name: p for name, p in named if p is not None}
-
-    @property
-    def processes(self) -> Any:
-        """Those that average their gradients of the recorded calls, if any do."""
-        return next((call.processes for call in self.calls if call.processes is not None), None)
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -162,6 +158,10 @@ class ServedLayer:
         self._lengths = self._gradient_lengths()
         self.ready = lanes.mark()
 
+    def measure_again(self) -> None:
+        """Gradients were averaged after the pass: from their lengths now, others follow."""
+        self._lengths = self._gradient_lengths()
+
     def _thinned(self, call: Call) -> Call:
         """The call with at most ``max_rows`` rows, drawn at random."""
         if self.max_rows is None or call.x.layout != torch.strided:
@@ -211,8 +211,6 @@ class ServedLayer:
         Unscaling and clipping multiply the latter, and what they multiply them by is the change of
         their length. (Their versions do not tell: a ``GradScaler`` leaves them as they are.)
         """
-        if self.processes is not None:
-            return  # who average gradients after the pass: their lengths do not tell
         then, now = self._lengths, self._gradient_lengths()
         both = [p for p in now if p in then]
         if both:
@@ -263,6 +261,10 @@ class ServedLayer:
         self.calls.clear()
         self._pending.clear()
         self._replacing.clear()
+
+    @property
+    def has_gram(self) -> bool:
+        return any(call.gram is not None for call in self.calls)
 
     @property
     def has_rows(self) -> bool:

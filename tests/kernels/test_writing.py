@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from torch_locoprop.guards import write_if
 from torch_locoprop.kernels import on_device, writing
 
 
@@ -38,3 +39,11 @@ def test_the_largest_numbers_are_finite(device: str) -> None:
 def test_nothing_at_all(device: str) -> None:
     assert not on_device.takes([])
     assert writing.finite([torch.empty(0, device=device)]).tolist() == [True]
+
+
+def test_autograd_hears_of_it(device: str) -> None:
+    new, old = torch.ones(7, device=device), torch.zeros(7, device=device)
+    before = old._version
+    write_if(torch.tensor(True, device=device), [(new, old)])
+    assert old._version > before
+    assert old.all()

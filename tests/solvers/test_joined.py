@@ -213,3 +213,21 @@ def test_an_optimizer_takes_the_same_steps(variant: str, monkeypatch: pytest.Mon
         return [p.detach() for p in model.parameters()] + state
 
     assert_equal(*both_ways(monkeypatch, trained))
+
+
+def test_a_users_own_step_gets_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not what they have moved by: it may measure them."""
+
+    class Trusting(FirstOrder):
+        name = "trusting"
+
+        def advance_(
+            self, tensor: Tensor, gradient: Tensor, state: Any, numbers: Numbers, rate: float
+        ) -> None:
+            tensor.sub_(1e-3 * rate * tensor.norm() * gradient / gradient.norm())
+
+    monkeypatch.setitem(SOLVERS, "trusting", Trusting())
+    of = problem("squared")
+    ours = solved(of, "trusting")
+    monkeypatch.setattr(joined, "SWITCHED_OFF", True)
+    assert_equal(ours, solved(of, "trusting"))

@@ -93,8 +93,8 @@ def product(
 ):  # fmt: skip
     """Rows i of ``left [·, inner]`` times rows j of ``right [·, inner]``: ``[TALL, BROAD]``."""
     k = tl.arange(0, DEEP)
-    left += i[:, None] * inner + k[None, :]
-    right += j[None, :] * inner + k[:, None]
+    left += i.to(tl.int64)[:, None] * inner + k[None, :]
+    right += j.to(tl.int64)[None, :] * inner + k[:, None]
     total = tl.full((TALL, BROAD), 0.0, tl.float32)
     for done in range(0, inner, DEEP):
         inside = k < inner - done

@@ -28,11 +28,13 @@ def finite(tensors: Sequence[Tensor], members: int = 1) -> Tensor:
 
 def write(ok: Tensor, pairs: Sequence[Pair]) -> None:
     """Write what is new where ``ok [members]`` says so."""
-    places = {id(new): old for new, old in pairs}
-    for alike in _of_one_size([new for new, _ in pairs]):
-        each, grid = _shares(alike[0], ok.numel())
-        olds = tuple(places[id(new)] for new in alike)
-        on_device.kernels().write[grid](ok.view(torch.uint8), tuple(alike), olds, each, BLOCK=BLOCK)
+    sizes: dict[int, list[Pair]] = {}
+    for pair in pairs:
+        sizes.setdefault(pair[0].numel(), []).append(pair)
+    for alike in (same for size, same in sizes.items() if size > 0):
+        each, grid = _shares(alike[0][0], ok.numel())
+        news, olds = zip(*alike, strict=True)
+        on_device.kernels().write[grid](ok.view(torch.uint8), news, olds, each, BLOCK=BLOCK)
 
 
 def _of_one_size(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

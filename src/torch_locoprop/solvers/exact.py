@@ -73,13 +73,15 @@ class Exact(Solver):
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
         h = None if h is None else problem.averaged(h)
-        alone = problem.exchange is None
         with _full_products(gradient):
-            if self.every == 1 and self.decay == 0 and self.damping is None and alone:
+            if self.every == 1 and self.decay == 0 and self.damping is None:
                 x = problem.inputs * problem.row_weight**0.5
-                found = (
-                    implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
-                )
+                if problem.exchange is not None:
+                    found = _on_gram_of_all(problem, gradient, x, h, eta)
+                elif h is None:
+                    found = implicit_step(gradient, x, eta)
+                else:
+                    found = sylvester(gradient, x, eta, h)
             else:
                 found, state = self._on_running_gram(problem, gradient, h, state, eta)
         moved = split(found, problem.start)
@@ -133,6 +135,20 @@ class Exact(Solver):
         if self.damping is not None:
             return damped(gram, self.damping)
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
+
+
+def _on_gram_of_all(
+    problem: LocalProblem, gradient: Tensor, x: Tensor, h: Tensor | None, eta: Number
+) -> Tensor:
+    """Δ as below with C of the rows of all processes, none of which has them all; in float64."""
+    dtype, gradient, x = x.dtype, gradient.double(), x.double()
+    gram = problem.of_all(x.mT @ x)
+    if h is None:
+        system = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
+        return (-eta * cholesky_solve(cholesky(system), gradient.mT).mT).to(dtype)
+    values, basis = eigh(gram)
+    found = _sylvester_in_basis(gradient, values, basis, 1.0, h.double(), eta)
+    return (-eta * found).to(dtype)
 
 
 @contextmanager

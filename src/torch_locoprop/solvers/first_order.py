@@ -46,7 +46,8 @@ class FirstOrder(Solver):
     ) -> tuple[Tensors, dict[str, Tensors]]:
         regularizer = problem.regularizer
         gram = problem.through_gram(local_steps)
-        joint = Joined(problem, gram) if local_steps > 1 and fits(problem) else None
+        ours = type(self).advance_ in (FirstOrder.advance_, RmsProp.advance_)
+        joint = Joined(problem, gram) if local_steps > 1 and ours and fits(problem) else None
         at = {k: t.clone() for k, t in problem.start.items()} if joint is None else joint.at
         states = {
             name: {key: entry.clone() for key, entry in states[name].items()}
