@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -148,7 +149,7 @@ def test_a_state_that_knows_fewer_settings_loads() -> None:
     """As one saved before a setting came; it has that setting's default."""
     model, opt = make({})
     train(model, opt, range(2))
-    state = opt.state_dict()
+    state = deepcopy(opt.state_dict())
     for group in state["param_groups"]:
         del group["local_products"]
     other, resumed = make({}, seed=0)
