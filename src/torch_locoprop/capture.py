@@ -189,6 +189,8 @@ class Capture:
                 "Labels are drawn from the output of the model's last Linear layer, but the model "
                 "ends in something else. Use a variant and a regularizer that need no Fisher matrix."
             )
+        if self.processes is not None:  # whose labels are not to be drawn alike
+            seed += 7919 * torch.distributed.get_rank(self.processes)
         generator = torch.Generator(outputs[0].a.device).manual_seed(seed)
         gradients = [call.sampled_gradient(self._output_transfer, generator) for call in outputs]
         self._sampling = True

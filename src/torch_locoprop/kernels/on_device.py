@@ -44,7 +44,7 @@ def precision() -> str:
     The latter by three products in TF32 on a GPU that has them, which is far faster there, and whose
     error, 4e-7 of the result for 1000 terms, is between those of float32 in blocks and term by term.
     """
-    if not torch.cuda.is_available() or torch.version.hip or _capability() < (8, 0):
+    if not torch.cuda.is_available() or torch.version.hip or _is_old(torch.cuda.current_device()):
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
@@ -55,8 +55,9 @@ def has_bf16() -> bool:
 
 
 @cache
-def _capability() -> tuple[int, int]:
-    return torch.cuda.get_device_capability()
+def _is_old(device: int) -> bool:
+    """Whether it is from before TF32."""
+    return torch.cuda.get_device_capability(device) < (8, 0)
 
 
 @cache
