@@ -103,8 +103,7 @@ class Capture:
             recomputed = torch._C._current_graph_task_id() != -1
             self.tracing |= not layer.decided  # a layer thawed since the last step
             traced = self.tracing and not recomputed
-            call = Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed)
-            cell = _Cell(call)
+            cell = _Cell(Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed))
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
         if self._in_forward is not None and self._seed is not None:

@@ -60,7 +60,7 @@ def averaging() -> Any:
     """The processes whose gradients the forward pass that is going on will have averaged."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    wrapper = DistributedDataParallel._active_ddp_module
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or torch.distributed.get_world_size(wrapper.process_group) == 1:
         return None
     return wrapper.process_group

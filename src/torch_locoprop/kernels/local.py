@@ -15,15 +15,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_locoprop.fast_paths import transfer_of
 from torch_locoprop.gram import Gram
 from torch_locoprop.kernels import on_device, rmsprop
 from torch_locoprop.kernels.rmsprop import Moving
-from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching, Squared
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Tensors, local_rate
 from torch_locoprop.spread import Number
-from torch_locoprop.targets import GradientDescent, MirrorDescent
 from torch_locoprop.transfers import Linear, ReLU, Sigmoid, Tanh
 
 
@@ -58,24 +56,16 @@ ROUNDED = torch.bfloat16
 
 Movings = dict[str, Moving]
 
-TRANSFERS: dict[type, int] = {Linear: 0, Tanh: 1, Sigmoid: 2, ReLU: 3}
+TRANSFERS: dict[type | None, int] = {Linear: 0, Tanh: 1, Sigmoid: 2, ReLU: 3}
 
 
 def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, Numbers]) -> bool:
     """Whether the kernels take this problem, and do all that it asks for."""
-    start, regularizer = problem.start, problem.regularizer
+    start = problem.start
     weight = start.get("weight")
     if weight is None or not on_device.has_kernels(weight.device) or weight.dim() > 3:
         return False
-    if type(problem.layer) is not LinearLayer or _transfer(problem) is None:
-        return False
-    if problem.g is not None or isinstance(problem.row_weight, Tensor):
-        return False
-    if problem.exchange is not None:
-        return False
-    if regularizer.has_direction or regularizer.has_prox:
-        return False
-    if not _agree(numbers):
+    if transfer_of(problem) not in TRANSFERS or not _agree(numbers):
         return False
     x = problem.x.square if isinstance(problem.x, Gram) else problem.x
     if isinstance(problem.x, Gram) and isinstance(problem.x.rows, Tensor):
@@ -133,9 +123,9 @@ def _by_rows(
 ) -> Movings:
     """The rest of the iterations, by the rows, in place."""
     x, weight, bias = problem.x, at["weight"], at.get("bias")
-    x = (
-        x[:1] if x.dim() == 3 and x.stride(0) == 0 else x
-    ).contiguous()  # once, if all have the same
+    if x.dim() == 3 and x.stride(0) == 0:  # all members have the same
+        x = x[:1]
+    x = x.contiguous()
     origin = problem.fixed | problem.start
     origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
     base = torch.matmul(origin["weight"], x.mT).contiguous()
@@ -150,7 +140,8 @@ def _by_rows(
     if bias is not None:
         table[..., n, :].fill_(1.0)  # δ is zero beyond the rows
     delta = x.new_empty(*base.shape[:-1], lead)
-    precision = _precision(problem)
+    precision, transfer = _precision(problem), transfer_of(problem)
+    assert transfer is not None
     parts = RESIDUAL[precision]
     grid = parts.grid(lead, d, base.numel() // (d * rows))
     for rate in rates:
@@ -158,7 +149,7 @@ def _by_rows(
             rounded, x, base, base if start is None else start,
             base if bias is None else bias.tensor, delta,
             n // _unit(n), rows // _unit(rows), d, _apart(x),
-            TRANSFER=_transfer(problem), HAS_START=start is not None, HAS_BIAS=bias is not None,
+            TRANSFER=TRANSFERS[transfer], HAS_START=start is not None, HAS_BIAS=bias is not None,
             N_UNIT=_unit(n), ROW_UNIT=_unit(rows), **parts.options(precision),
         )  # fmt: skip
         _stepped(problem, delta, table, at, rounded, numbers, rate)
@@ -230,11 +221,3 @@ def _agree(numbers: dict[str, Numbers]) -> bool:
 
 def _equal_floats(numbers: Sequence[Number]) -> bool:
     return not any(isinstance(n, Tensor) for n in numbers) and len(set(numbers)) == 1
-
-
-def _transfer(problem: LocalProblem) -> int | None:
-    """The kernel's number of what is applied to a pre-activation, where the target is its start's."""
-    parts = (type(problem.loss), type(problem.target))
-    if parts == (Squared, GradientDescent):
-        return TRANSFERS[Linear]
-    return TRANSFERS.get(type(problem.transfer)) if parts == (Matching, MirrorDescent) else None

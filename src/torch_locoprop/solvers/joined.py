@@ -14,11 +14,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torch_locoprop.fast_paths import transfer_of
 from torch_locoprop.gram import Gram
-from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching, Squared
 from torch_locoprop.problem import LocalProblem
-from torch_locoprop.targets import GradientDescent, MirrorDescent
 from torch_locoprop.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
 
 Tensors = dict[str, Tensor]
@@ -66,14 +64,10 @@ class Joined:
 
 def fits(problem: LocalProblem) -> bool:
     """Whether a problem may go this way, which does all that it asks for, and gains by it."""
-    weight, x, regularizer = problem.start.get("weight"), problem.x, problem.regularizer
+    weight, x = problem.start.get("weight"), problem.x
     if SWITCHED_OFF or weight is None or not weight.is_cpu or weight.dim() != 2:
         return False
-    if type(problem.layer) is not LinearLayer or _transfer(problem) not in TRANSFERS:
-        return False
-    if problem.g is not None or problem.fixed or problem.base or problem.exchange is not None:
-        return False
-    if regularizer.has_direction or regularizer.has_prox or isinstance(problem.row_weight, Tensor):
+    if transfer_of(problem) not in TRANSFERS or problem.fixed or problem.base:
         return False
     rows, matrix = (x.rows, x.square) if isinstance(x, Gram) else (len(x), x)
     if isinstance(rows, Tensor) or rows * weight.numel() < LARGE:
@@ -85,7 +79,7 @@ def fits(problem: LocalProblem) -> bool:
 
 def _by_rows(problem: LocalProblem, start: Tensor) -> Callable[[Tensor], Tensor]:
     """The gradient at ``[W b]``, less that at the start: ``(f(a) − f(a₀))ᵀ[X 1]``."""
-    transfer = _transfer(problem)
+    transfer = transfer_of(problem)
     assert transfer is not None
     ones = {"bias": torch.ones_like(problem.x[:, 0])} if "bias" in problem.start else {}
     x = _joined({"weight": problem.x} | ones)
@@ -146,11 +140,3 @@ def _parts(joined: Tensor, like: Tensors) -> Tensors:
 
 def _columns(needed: int) -> int:
     return -(-needed // MULTIPLE) * MULTIPLE
-
-
-def _transfer(problem: LocalProblem) -> type[Transfer] | None:
-    """What is applied to a pre-activation, where the target is its start's."""
-    parts = (type(problem.loss), type(problem.target))
-    if parts == (Squared, GradientDescent):
-        return Linear
-    return type(problem.transfer) if parts == (Matching, MirrorDescent) else None
