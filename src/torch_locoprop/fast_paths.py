@@ -1,4 +1,4 @@
-"""Which local problems have fast paths: ``kernels/local.py`` on a GPU, ``solvers/joined.py`` elsewhere."""
+"""Which local problems have fast paths: ``kernels/local.py`` (GPU) and ``solvers/joined.py`` (CPU)."""
 
 from __future__ import annotations
 
