@@ -14,9 +14,9 @@ from triton.compiler import ASTSource
 from torch_locoprop.kernels import _triton as kernels
 from torch_locoprop.kernels import local
 
-INTEGERS = {"units", "n_units", "row_units", "d", "x_rows", "right_rows", "each"}
+INTEGERS = {"units", "n_units", "row_units", "d", "right_rows", "each"}
 NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count", "gamma"}
-FACTORS = {"residual": ["weight", "x", "delta"], "step": ["left", "right", "rounded"], "rmsprop": []}
+FACTORS = {"residual": ["left", "right", "delta"], "step": ["left", "right", "rounded"], "rmsprop": []}
 PLACES = {"gamma_at": 0, "mu_at": 0, "rho_at": 0, "eps_at": 0}
 
 
@@ -24,6 +24,10 @@ def compiled(kernel, options, kind="*fp32", **constants):
     floats = NUMBERS | ({"eta"} if constants.get("eta_at") == 0 else set())
     kinds = {name: "*fp32" for name in kernel.arg_names}
     kinds |= {name: kind for name in FACTORS[kernel.__name__]}
+    if constants.get("IN_BLOCKS"):
+        rows = {"left": constants["TALL"], "right": constants["BROAD"]}
+        deep = constants["DEEP"]
+        kinds |= {name: f"tensordesc<{kind[1:]}[{tall},{deep}]>" for name, tall in rows.items()}
     kinds |= {name: "i32" for name in INTEGERS} | {name: "fp32" for name in floats}
     kinds |= {name: "constexpr" for name in constants}
     kinds = {name: kinds[name] for name in kernel.arg_names}
@@ -39,7 +43,9 @@ def of_products(name, precision, unit, kind="*fp32", **constants):
     own = {"PRECISION": precision, "TALL": parts.tall, "BROAD": parts.broad, "DEEP": parts.deep}
     own |= {u: unit for u in ("UNIT", "N_UNIT", "ROW_UNIT") if u in kernel.arg_names}
     options = {"num_warps": parts.warps, "num_stages": parts.stages}
-    ptx = compiled(kernel, options, kind, **own, **constants)
+    ptx = compiled(kernel, options, kind, **own, **constants, IN_BLOCKS=True)
+    assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx, name
+    ptx = compiled(kernel, options, kind, **own, **constants, IN_BLOCKS=False)
     assert "wgmma.mma_async" in ptx, name
     sizes = set(re.findall(r"cp\\.async\\.c.\\.shared\\.global [^;]*?, (0x\\w+)", ptx))
     assert sizes == {hex(min(unit * (4 if kind == "*fp32" else 2), 16))}, (name, sizes)
@@ -53,9 +59,9 @@ for has, unit in itertools.product((False, True), (1, 4)):
         own = {"BY_GRAM": gram, "HAS_BIAS": has, "ROUNDS": False}
         of_products("step", "tf32", unit, eta_at=eta_at, **PLACES, **own)
 for transfer, precision in enumerate(("tf32", "tf32", "tf32x3", "tf32x3")):
-    own = {"HAS_START": True, "HAS_BIAS": True}
+    own = {"HAS_BIAS": True}
     of_products("residual", precision, 4, TRANSFER=transfer, **own)
-own = {"HAS_START": True, "HAS_BIAS": True}
+own = {"HAS_BIAS": True}
 of_products("residual", "bf16", 8, "*bf16", TRANSFER=1, **own)
 own = {"BY_GRAM": False, "HAS_BIAS": True, "ROUNDS": True}
 of_products("step", "bf16", 8, "*bf16", eta_at=1, **PLACES, **own)

@@ -60,64 +60,122 @@ def rmsprop(
 
 
 @triton.jit
-def tanh(z):
-    """To rounding; near zero by a polynomial, where the quotient would lose digits."""
-    square = z * z
-    p = -5.70498872745e-3 * square + 2.06390887954e-2
-    p = p * square - 5.37397155531e-2
-    p = p * square + 1.33314422036e-1
-    p = p * square - 3.33332819422e-1
-    near = z + z * square * p
-    size = tl.abs(z)
-    far = 1 - 2 / (tl.exp(2 * size) + 1)
-    return tl.where(size < 0.625, near, tl.where(z < 0, -far, far))
+def expm1(x):
+    """``eˣ − 1`` to rounding, up to x = 80, before numbers end."""
+    x = tl.clamp(x, -80.0, 80.0, propagate_nan=tl.PropagateNan.ALL)
+    p = 1.98412698e-4 * x + 1.38888889e-3
+    p = p * x + 8.33333333e-3
+    p = p * x + 4.16666667e-2
+    p = p * x + 1.66666667e-1
+    p = p * x + 0.5
+    near = x + x * x * p
+    return tl.where(tl.abs(x) < 0.35, near, tl.exp(x) - 1)
 
 
 @triton.jit
-def transferred(z, TRANSFER: tl.constexpr):
-    if TRANSFER == TANH:
-        y = tanh(z)
-    elif TRANSFER == SIGMOID:
-        y = 1 / (1 + tl.exp(-z))
-    elif TRANSFER == RELU:
-        y = tl.where(z < 0, 0.0, z)  # what is no number stays none
+def noted(z, TRANSFER: tl.constexpr):
+    """What ``change`` has to know of z: for a bounded transfer the logistic of −|z|, with z's sign."""
+    if TRANSFER == RELU:
+        note = z
     else:
-        y = z
-    return y
+        t = tl.exp((-2 if TRANSFER == TANH else -1) * tl.abs(z))
+        share = t / (1 + t)
+        note = tl.where(z < 0, -share, share)
+    return note
+
+
+@triton.jit
+def change(note, a, TRANSFER: tl.constexpr):
+    """``f(z + a) − f(z)``, to rounding of the difference where f is bounded.
+
+    With s the logistic of z and ``D = eᵃ − 1``, that of z + a has ``s (1 − s) D / (1 + s D)`` more,
+    and tanh is twice the logistic of 2 z, less one. For z > 0 all is taken with the opposite sign.
+    """
+    if TRANSFER == LINEAR:
+        found = a
+    elif TRANSFER == RELU:
+        z = note + a
+        found = tl.where(z < 0, 0.0, z) - tl.where(note < 0, 0.0, note)  # NaN stays NaN
+    else:
+        scale: tl.constexpr = 2.0 if TRANSFER == TANH else 1.0
+        below, s = note < 0, tl.abs(note)
+        more = expm1(scale * tl.where(below, a, -a))
+        found = scale * s * (1 - s) * more / (1 + s * more)
+        found = tl.where(below, found, -found)
+    return found
+
+
+@triton.jit
+def note_all(
+    base, start, rows, TRANSFER: tl.constexpr, HAS_START: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``a₀ [d, rows]``, in place, as what ``change`` has to know of it; the bias is added first."""
+    feature = tl.program_id(0)  # of any member
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = feature.to(tl.int64) * rows + row
+    z = tl.load(base + at, row < rows)
+    if HAS_START:
+        z += tl.load(start + feature)
+    tl.store(base + at, noted(z, TRANSFER), row < rows)
 
 
 @triton.jit
 def product(
-    left, right, i, j, inner,
+    left, right, k, d, right_rows, i, j, columns, inner, IN_BLOCKS: tl.constexpr,
     PRECISION: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """Rows i of ``left [·, inner]`` times rows j of ``right [·, inner]``: ``[TALL, BROAD]``."""
-    k = tl.arange(0, DEEP)
-    left += i.to(tl.int64)[:, None] * inner + k[None, :]
-    right += j.to(tl.int64)[None, :] * inner + k[:, None]
+    """Rows from i of ``left [d, inner]`` times rows from j of ``right [columns, inner]``.
+
+    Of member k, whose rows of ``right`` begin ``right_rows`` after those of the one before. In what
+    belongs to no row there may be anything.
+    """
     total = tl.full((TALL, BROAD), 0.0, tl.float32)
-    for done in range(0, inner, DEEP):
-        inside = k < inner - done
-        total = tl.dot(
-            tl.load(left, inside[None, :], 0.0), tl.load(right, inside[:, None], 0.0), total,
-            input_precision=PRECISION,
-        )  # fmt: skip
-        left += DEEP
-        right += DEEP
+    if IN_BLOCKS:
+        for done in range(0, inner, DEEP):
+            one = left.load([k * d + i, done])
+            other = right.load([k * right_rows + j, done])
+            total = tl.dot(one, other.T, total, input_precision=PRECISION)
+    else:
+        terms = tl.arange(0, DEEP)
+        rows = k * d + (i + tl.arange(0, TALL)) % d
+        left += rows[:, None] * inner + terms[None, :]
+        rows = k * right_rows + (j + tl.arange(0, BROAD)) % columns
+        right += rows[None, :] * inner + terms[:, None]
+        for done in range(0, inner, DEEP):
+            inside = terms < inner - done
+            total = tl.dot(
+                tl.load(left, inside[None, :], 0.0), tl.load(right, inside[:, None], 0.0), total,
+                input_precision=PRECISION,
+            )  # fmt: skip
+            left += DEEP
+            right += DEEP
     return total
 
 
 @triton.jit
-def halves(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
+def beside(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
     """The left and the right columns of ``[TALL, BROAD]``."""
     return tl.split(tl.permute(tl.reshape(tile, (TALL, 2, BROAD // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def quarters(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
+def below(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
+    """The upper and the lower rows of ``[TALL, BROAD]``."""
+    return tl.split(tl.permute(tl.reshape(tile, (2, TALL // 2, BROAD)), (1, 2, 0)))
+
+
+@triton.jit
+def columns_by_four(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
     """The columns in four parts, for what follows a product: registers are too few for all at once."""
-    left, right = halves(tile, TALL, BROAD)
-    return halves(left, TALL, BROAD // 2) + halves(right, TALL, BROAD // 2)
+    left, right = beside(tile, TALL, BROAD)
+    return beside(left, TALL, BROAD // 2) + beside(right, TALL, BROAD // 2)
+
+
+@triton.jit
+def rows_by_four(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
+    """Likewise the rows, where much is read and written: memory is faster at longer stretches."""
+    upper, lower = below(tile, TALL, BROAD)
+    return below(upper, TALL // 2, BROAD) + below(lower, TALL // 2, BROAD)
 
 
 @triton.jit
@@ -126,47 +184,62 @@ def plus(one, other):
 
 
 @triton.jit
-def write_residual(
-    a, base, delta, k, d, rows, b0, b, feature, row, TRANSFER: tl.constexpr
-):  # fmt: skip
+def turn(x, table, rows, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
+    """``[X 1]ᵀ`` of ``X [rows, n]``, with columns of zeros up to a multiple of eight; 1 for a bias."""
+    k = tl.program_id(2)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row[:, None] < rows) & (column[None, :] < n)
+    value = tl.load(x + (k * rows + row[:, None]) * n + column[None, :], inside, 0.0)
+    columns = n
+    if HAS_BIAS:
+        value = tl.where(column[None, :] == n, 1.0, value)
+        columns = n + 1
+    lead = (rows + 7) // 8 * 8
+    at = (k * columns + column[:, None]) * lead + row[None, :]
+    here = (column[:, None] < columns) & (row[None, :] < lead)
+    tl.store(table + at, tl.trans(value), here)
+
+
+@triton.jit
+def write_residual(a, notes, delta, k, d, rows, b, feature, row, TRANSFER: tl.constexpr):
     inside = row[None, :] < rows
-    z = tl.load(base + (k * d + (feature % d)[:, None]) * rows + row[None, :], inside, 0.0)
-    z += b0[:, None]
-    change = transferred(z + (a + b[:, None]), TRANSFER) - transferred(z, TRANSFER)
+    note = tl.full((1, 1), 0.0, tl.float32)
+    if TRANSFER != LINEAR:
+        note = tl.load(notes + (k * d + (feature % d)[:, None]) * rows + row[None, :], inside, 0.0)
     lead = (rows + 7) // 8 * 8
     at = (k * d + feature[:, None]) * lead + row[None, :]
     here = (feature[:, None] < d) & (row[None, :] < lead)
-    tl.store(delta + at, tl.where(inside, change, 0.0), here)
+    tl.store(delta + at, tl.where(inside, change(note, a + b[:, None], TRANSFER), 0.0), here)
 
 
 @triton.jit
 def residual(
-    weight, x, base, start, bias, delta, n_units, row_units, d, x_rows,
-    TRANSFER: tl.constexpr, HAS_START: tl.constexpr, HAS_BIAS: tl.constexpr,
-    N_UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    left, right, notes, bias, delta, n_units, row_units, d, right_rows,
+    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    N_UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, PRECISION: tl.constexpr, IN_BLOCKS: tl.constexpr,
     TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
-    """``δ = f(a₀ + W Xᵀ + b) − f(a₀)`` for displacements ``W [d, n]`` and ``b [d]``.
+    """``δ = f(a₀ + W Xᵀ + b) − f(a₀)`` for displacements ``W [d, n]``, the left, and ``b [d]``.
 
-    ``a₀ [d, rows]`` is base, and the bias it started from; ``X [rows, n]``. The columns of δ are
-    filled up with zeros to a multiple of eight.
+    Of ``a₀ [d, rows]`` there are the notes; ``X [rows, n]`` is the right. The columns of δ are filled
+    up with zeros to a multiple of eight.
     """
-    k = tl.program_id(2).to(tl.int64)
+    k = tl.program_id(2)
     n, rows = n_units * N_UNIT, row_units * ROW_UNIT  # the compiler knows what divides them
     feature = tl.program_id(1) * TALL + tl.arange(0, TALL)
     begin = tl.program_id(0) * BROAD
-    i, j = feature % d, (begin + tl.arange(0, BROAD)) % rows  # what is beyond is not written
-    a = product(weight + k * d * n, x + k * x_rows * n, i, j, n, PRECISION, TALL, BROAD, DEEP)
-    b0 = tl.full((TALL,), 0.0, tl.float32)
-    b = b0
-    if HAS_START:
-        b0 = tl.load(start + k * d + i)
+    a = product(
+        left, right, k, d, right_rows, tl.program_id(1) * TALL, begin, rows, n, IN_BLOCKS,
+        PRECISION, TALL, BROAD, DEEP,
+    )  # fmt: skip
+    b = tl.full((TALL,), 0.0, tl.float32)
     if HAS_BIAS:
-        b = tl.load(bias + k * d + i)
-    parts = quarters(a, TALL, BROAD)
+        b = tl.load(bias + k * d + feature % d)
+    parts = columns_by_four(a, TALL, BROAD)
     for q in tl.static_range(4):
         row = begin + q * (BROAD // 4) + tl.arange(0, BROAD // 4)
-        write_residual(parts[q], base, delta, k, d, rows, b0, b, feature, row, TRANSFER)
+        write_residual(parts[q], notes, delta, k, d, rows, b, feature, row, TRANSFER)
 
 
 @triton.jit
@@ -195,7 +268,7 @@ def step(
     scale, eta, mu, rho, eps, rate, units, n_units, d, right_rows, gamma_at: tl.constexpr,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
     BY_GRAM: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr,
-    UNIT: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    UNIT: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr, IN_BLOCKS: tl.constexpr,
     TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
@@ -204,20 +277,16 @@ def step(
     the bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere.
     Where products are of rounded numbers, W is also written as such.
     """
-    k = tl.program_id(2).to(tl.int64)
+    k = tl.program_id(2)
     inner, n = units * UNIT, n_units * N_UNIT
     columns = n + 1 if HAS_BIAS else n
     feature = tl.program_id(1) * TALL + tl.arange(0, TALL)
     begin = tl.program_id(0) * BROAD
     column = begin + tl.arange(0, BROAD)
     g = product(
-        left + k * d * inner, right + k * right_rows * inner,
-        feature % d, column % columns, inner, PRECISION, TALL, BROAD, DEEP,
+        left, right, k, d, right_rows, tl.program_id(1) * TALL, begin, columns, inner, IN_BLOCKS,
+        PRECISION, TALL, BROAD, DEEP,
     )  # fmt: skip
-    if BY_GRAM and HAS_BIAS:
-        counts = tl.load(total + k * n + column, column < n, 0.0)
-        counts = tl.where(column == n, count, counts)
-        g += tl.load(bias + k * d + feature, feature < d, 0.0)[:, None] * counts[None, :]
     own_eta, own_mu = number(eta, k, eta_at) * rate, number(mu, k, mu_at)
     own_rho, own_eps = number(rho, k, rho_at), number(eps, k, eps_at)
     own_gamma = number(gamma, k, gamma_at)
@@ -225,6 +294,8 @@ def step(
         if tl.program_id(0) == n // BROAD:  # which has the bias's gradient as a column
             sums = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)
             there, mine = feature < d, k * d + feature
+            if BY_GRAM:
+                sums += tl.load(bias + mine, there, 0.0) * count
             b, b_square, b_momentum = moved(
                 tl.load(bias + mine, there), tl.load(bias_square + mine, there),
                 tl.load(bias_momentum + mine, there),
@@ -234,12 +305,17 @@ def step(
             tl.store(new_bias + mine, b, there)
             tl.store(bias_square + mine, b_square, there)
             tl.store(bias_momentum + mine, b_momentum, there)
-    parts = quarters(g, TALL, BROAD)
+    parts = rows_by_four(g, TALL, BROAD)
     for q in tl.static_range(4):
+        own = tl.program_id(1) * TALL + q * (TALL // 4) + tl.arange(0, TALL // 4)
+        part = parts[q]
+        if BY_GRAM and HAS_BIAS:
+            counts = tl.load(total + k * n + column, column < n, 0.0)
+            part += tl.load(bias + k * d + own, own < d, 0.0)[:, None] * counts[None, :]
         write_step(
-            parts[q], weight_first, own_gamma, weight, weight_square, weight_momentum,
+            part, weight_first, own_gamma, weight, weight_square, weight_momentum,
             new_weight, rounded, scale, own_eta, own_mu, own_rho, own_eps,
-            k, d, n, feature, begin + q * (BROAD // 4) + tl.arange(0, BROAD // 4), ROUNDS,
+            k, d, n, own, column, ROUNDS,
         )  # fmt: skip
 
 

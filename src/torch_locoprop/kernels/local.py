@@ -10,7 +10,7 @@ and bias, is not written at all, but makes the solver's step. By XᵀX there is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,14 +44,16 @@ class Parts(NamedTuple):
 
 
 RESIDUAL = {
-    "bf16": Parts(64, 64, 64, 4, 3),
+    "bf16": Parts(128, 128, 64, 8, 3),
     "tf32": Parts(128, 128, 32, 8, 3),
     "tf32x3": Parts(64, 64, 32, 4, 3),
     "ieee": Parts(64, 64, 32, 4, 3),
 }
-STEP = {**RESIDUAL, "tf32": Parts(128, 128, 32, 8, 4)}
+STEP = {**RESIDUAL, "bf16": Parts(64, 128, 64, 4, 3)}
 """What was fastest on an H200, by the precision of products."""
 
+NOTED = 1024  # rows that one program takes
+TURNED = 64  # rows and columns that one program takes to transpose
 ROUNDED = torch.bfloat16
 
 Movings = dict[str, Moving]
@@ -77,7 +79,10 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
     tensors += [*problem.fixed.values(), *problem.base.values()]
     own = [number for each in numbers.values() for number in rmsprop.numbers_of(each)]
     own.append(problem.gamma)
-    return x.dtype == torch.float32 and rmsprop.fits(tensors, own)
+    d, n = weight.shape[-2:]
+    each = max(d, n + 1) * (x.shape[-2] + 7)  # of residuals, or of inputs beside ones
+    small = weight.numel() // (d * n) * each < 2**31
+    return small and x.dtype == torch.float32 and rmsprop.fits(tensors, own)
 
 
 def solve(
@@ -126,34 +131,52 @@ def _by_rows(
     if x.dim() == 3 and x.stride(0) == 0:  # all members have the same
         x = x[:1]
     x = x.contiguous()
-    origin = problem.fixed | problem.start
-    origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
-    base = torch.matmul(origin["weight"], x.mT).contiguous()
-    start = origin.get("bias")
-    (d, rows), n = base.shape[-2:], x.shape[-1]
+    (d, n), rows = weight.tensor.shape[-2:], x.shape[-2]
     lead = -(-rows // 8) * 8
+    notes = _notes(problem, x)
+    table = _turned(x, lead, bias is not None, _dtype(problem))
     x, rounded = (t.to(_dtype(problem)) for t in (x, weight.tensor))
-    table = x.new_empty(*x.shape[:-2], n if bias is None else n + 1, lead)
-    table[..., :n, :rows].copy_(x.mT)
-    if lead > rows:
-        table[..., rows:].zero_()
-    if bias is not None:
-        table[..., n, :].fill_(1.0)  # δ is zero beyond the rows
-    delta = x.new_empty(*base.shape[:-1], lead)
-    precision, transfer = _precision(problem), transfer_of(problem)
-    assert transfer is not None
+    delta = x.new_empty(*weight.tensor.shape[:-1], lead)
+    precision = _precision(problem)
     parts = RESIDUAL[precision]
-    grid = parts.grid(lead, d, base.numel() // (d * rows))
+    grid = parts.grid(lead, d, weight.tensor.numel() // (d * n))
+    w_blocks, x_blocks, in_blocks = _factors(rounded, x, parts)
     for rate in rates:
         on_device.kernels().residual[grid](
-            rounded, x, base, base if start is None else start,
-            base if bias is None else bias.tensor, delta,
+            w_blocks, x_blocks, notes, notes if bias is None else bias.tensor, delta,
             n // _unit(n), rows // _unit(rows), d, _apart(x),
-            TRANSFER=TRANSFERS[transfer], HAS_START=start is not None, HAS_BIAS=bias is not None,
-            N_UNIT=_unit(n), ROW_UNIT=_unit(rows), **parts.options(precision),
+            TRANSFER=TRANSFERS[transfer_of(problem)], HAS_BIAS=bias is not None,
+            N_UNIT=_unit(n), ROW_UNIT=_unit(rows), IN_BLOCKS=in_blocks,
+            **parts.options(precision),
         )  # fmt: skip
         _stepped(problem, delta, table, at, rounded, numbers, rate)
     return at
+
+
+def _notes(problem: LocalProblem, x: Tensor) -> Tensor:
+    """What has to be known of the preactivations at the start: ``[d, rows]``."""
+    transfer = transfer_of(problem)
+    if transfer is Linear:
+        return x  # nothing
+    origin = problem.fixed | problem.start
+    origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
+    a = torch.matmul(origin["weight"], x.mT).contiguous()
+    start, rows = origin.get("bias"), x.shape[-2]
+    on_device.kernels().note_all[(a.numel() // rows, -(-rows // NOTED))](
+        a, a if start is None else start.contiguous(), rows,
+        TRANSFER=TRANSFERS[transfer], HAS_START=start is not None, BLOCK=NOTED,
+    )  # fmt: skip
+    return a
+
+
+def _turned(x: Tensor, lead: int, has_bias: bool, dtype: torch.dtype) -> Tensor:
+    """``[X 1]ᵀ``, without the ones if there is no bias."""
+    rows, n = x.shape[-2:]
+    columns = n + 1 if has_bias else n
+    table = x.new_empty(*x.shape[:-2], columns, lead, dtype=dtype)
+    grid = (-(-lead // TURNED), -(-columns // TURNED), x.numel() // (rows * n))
+    on_device.kernels().turn[grid](x, table, rows, n, HAS_BIAS=has_bias, TILE=TURNED)
+    return table
 
 
 def _stepped(
@@ -176,8 +199,9 @@ def _stepped(
     unused = weight.tensor  # a pointer that is not read
     precision = _precision(problem)
     parts = STEP[precision]
+    *factors, in_blocks = _factors(left, table, parts)
     on_device.kernels().step[parts.grid(columns, d, weight.tensor.numel() // (d * n))](
-        left, table, unused if gram is None else gram.total.contiguous(),
+        *factors, unused if gram is None else gram.total.contiguous(),
         0.0 if gram is None else float(gram.rows), first["weight"], first.get("bias", unused),
         problem.gamma,
         *weight, new["weight"], rounded, *(bias or (unused,) * 3), new.get("bias", unused),
@@ -185,9 +209,21 @@ def _stepped(
         inner // _unit(inner), n // _unit(n), d, _apart(table),
         rmsprop.place(problem.gamma), *rmsprop.places(numbers),
         BY_GRAM=gram is not None, HAS_BIAS=bias is not None, ROUNDS=_rounds(problem),
-        UNIT=_unit(inner), N_UNIT=_unit(n), **parts.options(precision),
+        UNIT=_unit(inner), N_UNIT=_unit(n), IN_BLOCKS=in_blocks,
+        **parts.options(precision),
     )  # fmt: skip
     return {name: moving._replace(tensor=new[name]) for name, moving in at.items()}
+
+
+def _factors(left: Tensor, right: Tensor, parts: Parts) -> tuple[Any, Any, bool]:
+    """Those of a product, and whether as what the device fetches by the block."""
+    if not on_device.has_blocks(left, right):
+        return left, right, False
+    return (
+        on_device.blocks(left.flatten(0, -2), parts.tall, parts.deep),
+        on_device.blocks(right.flatten(0, -2), parts.broad, parts.deep),
+        True,
+    )
 
 
 def _rounds(problem: LocalProblem) -> bool:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,30 @@ def precision() -> str:
 def has_bf16() -> bool:
     """Whether products of bfloat16 are worth while."""
     return INTERPRETED or torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def has_blocks(*matrices: Tensor) -> bool:
+    """Whether the device fetches blocks of these by one instruction: they begin where it can."""
+    return (INTERPRETED or _fetches_blocks(torch.cuda.current_device())) and all(
+        t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in matrices
+    )
+
+
+@cache
+def _fetches_blocks(device: int) -> bool:
+    """Whether it is Hopper or newer, and Triton knows what to do then."""
+    try:
+        import triton.tools.tensor_descriptor  # type: ignore  # noqa: F401
+    except ImportError:
+        return False
+    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def blocks(matrix: Tensor, tall: int, broad: int) -> Any:
+    """A matrix for kernels that fetch blocks of it."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix, [tall, broad])
 
 
 @cache

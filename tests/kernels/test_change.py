@@ -1,0 +1,59 @@
+"""By how much a transfer's value changes, against the same in float64 by another formula."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_locoprop.kernels import local, on_device
+from torch_locoprop.transfers import ReLU, Sigmoid, Tanh
+
+
+def changes(transfer: type, z: Tensor, a: Tensor) -> Tensor:
+    """``f(z + a) − f(z)``, from the kernels: a is ``W Xᵀ`` of a matrix with one column, and X = 1."""
+    kernels, kind, d = on_device.kernels(), local.TRANSFERS[transfer], len(z)
+    notes, delta = z.clone(), z.new_full((d, 8), torch.nan)
+    kernels.note_all[(d, 1)](notes, notes, 1, TRANSFER=kind, HAS_START=False, BLOCK=16)
+    parts = local.RESIDUAL["ieee"]
+    kernels.residual[parts.grid(8, d, 1)](
+        a, z.new_ones(1), notes, notes, delta, 1, 1, d, 0,
+        TRANSFER=kind, HAS_BIAS=False, N_UNIT=1, ROW_UNIT=1, IN_BLOCKS=False,
+        **parts.options("ieee"),
+    )  # fmt: skip
+    assert not delta[:, 1:].any()  # filled up
+    return delta[:, 0].double()
+
+
+def pairs(device: str) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.cat([3 * torch.randn(300, generator=generator), torch.linspace(-40, 40, 101)])
+    size = 10 ** torch.empty(len(z)).uniform_(-6, 1.3, generator=generator)
+    return z.to(device), (size * torch.randn(len(z), generator=generator)).to(device)
+
+
+@pytest.mark.parametrize(("transfer", "scale"), [(Tanh, 1.0), (Sigmoid, 0.5)])
+def test_to_rounding_of_the_difference(transfer: type, scale: float, device: str) -> None:
+    z, a = pairs(device)
+    wide_z, wide_a = scale * z.double(), scale * a.double()
+    exact = scale * wide_a.sinh() / (wide_z.cosh() * (wide_z + wide_a).cosh())
+    torch.testing.assert_close(changes(transfer, z, a), exact, rtol=3e-6, atol=1e-37)
+
+
+def test_of_a_kink(device: str) -> None:
+    z, a = pairs(device)
+    exact = (z.double() + a.double()).relu() - z.double().relu()
+    torch.testing.assert_close(changes(ReLU, z, a), exact, rtol=0, atol=4e-6)
+
+
+@pytest.mark.parametrize("transfer", [Tanh, Sigmoid, ReLU])
+@pytest.mark.parametrize("where", ["z", "a"])
+def test_what_is_no_number_stays_none(transfer: type, where: str, device: str) -> None:
+    one, none = torch.ones(1, device=device), torch.full((1,), torch.nan, device=device)
+    assert changes(transfer, *((none, one) if where == "z" else (one, none))).isnan().all()
+
+
+@pytest.mark.parametrize("transfer", [Tanh, Sigmoid])
+def test_far_away_it_is_bounded(transfer: type, device: str) -> None:
+    far = torch.tensor([-1e30, -200.0, -30.0, 0.0, 30.0, 200.0, 1e30], device=device)
+    found = changes(transfer, far.repeat(7), far.repeat_interleave(7))
+    assert found.isfinite().all()
+    assert (found.abs() <= 2).all()
