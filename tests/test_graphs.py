@@ -5,7 +5,7 @@ knows addresses only: whatever the library forgot to copy there, or did on the h
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -95,6 +95,8 @@ def trained(
 ) -> tuple[list[Tensor], LocoProp]:
     convolutional = settings.pop("convolutional", False)
     model = network(convolutional)
+    if "groups" in settings:
+        settings["param_groups"] = settings.pop("groups")(model)
     optimizer = LocoProp(model, **{"lr": 1e-3, "output_transfer": "linear", **settings})
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(steps):
@@ -175,6 +177,160 @@ def test_what_changes_between_steps_is_seen() -> None:
     same(found, expected)
     if not GPU:
         assert Emulated.made >= 4
+
+
+def middle(model: nn.Module) -> nn.Linear:
+    layer = model.get_submodule("2")
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers, column by column."""
+    return tensor.mT.contiguous().mT
+
+
+def exchange_data(model: nn.Module, optimizer: LocoProp) -> None:
+    middle(model).weight.data = middle(model).weight.data.clone()
+
+
+def exchange_strides(model: nn.Module, optimizer: LocoProp) -> None:
+    weight = middle(model).weight  # at the same address
+    weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
+
+
+def exchange_state(model: nn.Module, optimizer: LocoProp) -> None:
+    state = optimizer.state[middle(model).weight]  # others at the same addresses
+    state.update({name: entry.detach() for name, entry in state.items()})
+
+
+def exchange_data_of_state(model: nn.Module, optimizer: LocoProp) -> None:
+    for entry in optimizer.state[middle(model).weight].values():
+        entry.data = entry.data.clone()
+
+
+def exchange_gradients(model: nn.Module, optimizer: LocoProp) -> None:
+    def lay_out(p: Tensor) -> None:
+        assert p.grad is not None
+        p.grad = strided(p.grad)
+
+    middle(model).weight.register_post_accumulate_grad_hook(lay_out)
+
+
+def exchange_inputs(model: nn.Module, optimizer: LocoProp) -> None:
+    middle(model).register_forward_pre_hook(lambda module, inputs: (strided(inputs[0]),))
+
+
+def freeze(model: nn.Module, optimizer: LocoProp) -> None:
+    middle(model).bias.requires_grad_(False)
+
+
+def load(model: nn.Module, optimizer: LocoProp) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def move_to_another_group(model: nn.Module, optimizer: LocoProp) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+def more_exact_products(model: nn.Module, optimizer: LocoProp) -> None:
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+
+
+def another(**settings: Any) -> Callable[[nn.Module, LocoProp], None]:
+    def change(model: nn.Module, optimizer: LocoProp) -> None:
+        optimizer.param_groups[0].update(settings)
+
+    return change
+
+
+CHANGES: dict[str, Callable[[nn.Module, LocoProp], None]] = {
+    "data": exchange_data,
+    "strides": exchange_strides,
+    "state": exchange_state,
+    "data of state": exchange_data_of_state,
+    "gradients": exchange_gradients,
+    "inputs": exchange_inputs,
+    "frozen": freeze,
+    "loaded": load,
+    "group": move_to_another_group,
+    "precision": more_exact_products,
+    "gamma": another(gamma=3.0),
+    "momentum": another(momentum=0.5),
+    "decay": another(decay=0.5),
+    "eps": another(eps=1e-2),
+    "weight_decay": another(weight_decay=0.1),
+    "local_steps": another(local_steps=4),
+    "local_decay": another(local_decay="constant"),
+    "local_reduction": another(local_reduction="mean"),
+    "local_products": another(local_products="bf16"),
+    "variant": another(variant="locoprop-s"),
+    "regularizer": another(regularizer="l2"),
+    "maximize": another(maximize=True),
+    "max_rows": another(max_rows=7),
+    "cap": another(cap=1e-3),
+    "cap_by": another(cap=1e-3, cap_by="backprop"),
+    "gate": another(gate=True),
+}
+
+
+@pytest.fixture
+def _precision_stays() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def two_groups(model: nn.Module) -> list[dict[str, Any]]:
+    *most, last = model.parameters()
+    return [{"params": most}, {"params": [last], "momentum": 0.5}]
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.usefixtures("_precision_stays")
+def test_every_change_makes_another_kind_of_step(name: str) -> None:
+    def meddle(step: int, model: nn.Module, optimizer: LocoProp) -> None:
+        if step == 6:
+            CHANGES[name](model, optimizer)
+
+    found, _ = trained(14, meanwhile=meddle, groups=two_groups)
+    expected, _ = trained(14, meanwhile=meddle, groups=two_groups, cuda_graph=False)
+    same(found, expected)
+    if not GPU:
+        assert Emulated.made == 2
+
+
+def test_another_shape_at_the_same_address_is_another_kind_of_step() -> None:
+    model = network()
+    optimizer = LocoProp(model, output_transfer="linear")
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=DEVICE)
+    model(batch(0)).square().mean().backward()
+    trained = {layer: layer.with_gradient for layer in optimizer._layers}
+
+    def key() -> list[object]:
+        groups, components = optimizer.param_groups, optimizer._components
+        work = graphs.work_of(trained, groups, components, optimizer.state, 1.0)
+        assert work is not None
+        return work.key
+
+    before = key()
+    assert key() == before
+    middle(model).weight.data = middle(model).weight.data.view(12, 6)
+    assert key() != before
+
+
+def test_rates_that_part_and_meet_again() -> None:
+    """Groups at one rate share its tensor, and what is written there already is not written again."""
+    rates = [(1e-3, 1e-3)] * 6 + [(1e-3, 2e-3)] * 5 + [(2e-3, 2e-3), (3e-3, 1e-3)] * 3
+    rates += [(1e-3, 1e-3)] * 3
+
+    def meddle(step: int, model: nn.Module, optimizer: LocoProp) -> None:
+        for group, rate in zip(optimizer.param_groups, rates[step], strict=True):
+            group["lr"] = rate
+
+    expected, _ = trained(len(rates), meanwhile=meddle, groups=two_groups, cuda_graph=False)
+    same(trained(len(rates), meanwhile=meddle, groups=two_groups)[0], expected)
 
 
 def test_accumulated_gradients_and_layers_called_twice() -> None:
@@ -294,6 +450,13 @@ def test_a_step_that_cannot_be_recorded_is_taken_all_the_same_and_said(
     assert len(warned) == 1
     assert not optimizer._graphs._kinds  # what is not used holds no memory
     same(found, expected)
+
+
+def test_a_loaded_state_leaves_no_recording_of_the_one_before() -> None:
+    _, optimizer = trained()
+    assert optimizer._graphs._kinds
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not optimizer._graphs._kinds
 
 
 def test_no_more_than_a_few_kinds_of_steps_are_kept() -> None:

@@ -180,7 +180,7 @@ def asks_for_fisher(method: Method) -> Any:
 def full_precision(layers: list[ServedLayer]) -> AbstractContextManager[object]:
     """Local problems are solved in the precision of the weights, inside autocast too."""
     kind = layers[0].given[0].device.type
-    if not torch.amp.is_autocast_available(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return nullcontext()
     return torch.autocast(kind, enabled=False)
 

@@ -64,8 +64,8 @@ def move_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_recorded(layers: Iterable[ServedLayer]) -> None:
-    """Raise if no backward pass has gone through any layer since the last step."""
-    if not any(layer.calls and layer.with_gradient for layer in layers):
+    """Raise if no backward pass has gone through any of the layers with a gradient."""
+    if not any(layer.calls for layer in layers):
         raise RuntimeError(
             "No layer recorded a backward pass since the last step, so there is nothing to do. "
             "Call loss.backward() before step() and zero_grad() after it, and compute the loss "

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.assembly import Method, local_problems_before, method_for
+from torch_locoprop.assembly import local_problems_before, method_for
 from torch_locoprop.groups import LAYER_SETTINGS, Group
 from torch_locoprop.served import Call, ServedLayer
 from torch_locoprop.settings import Components
 from torch_locoprop.transfers import Linear
 
+Trained = dict[ServedLayer, dict[str, nn.Parameter]]  # of each layer, the tensors to be moved
+States = Mapping[Tensor, Mapping[str, Tensor]]
 Directions = dict[nn.Parameter, Tensor]
 Solve = Callable[[], Directions]
 
@@ -53,45 +56,73 @@ def can_record(device: torch.device) -> bool:
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
-@dataclass
+class Work(NamedTuple):
+    """What a step does on the device."""
+
+    key: list[object]  # equal for steps that are the same work
+    held: list[Tensor]  # those that the key names by identity
+    layers: Sequence[ServedLayer]
+    moving: list[nn.Parameter]
+    left: list[Tensor]  # by backward passes: the inputs of all layers, then the gradients
+    is_fixed: Callable[[], bool]  # whether nothing is left to the host; alike for equal keys
+
+
+@dataclass(eq=False)
 class _Kind:
     """Steps that are the same work."""
 
+    key: list[object]
+    held: list[Tensor]  # so that no other has the identity of one of them
     taken: int = 0
     recording: Recording | None = None
-    reads: Sequence[Tensor] = ()  # where the graph reads what backward passes leave
+    reads: list[Tensor] = field(default_factory=list)  # where the graph reads what is left
 
 
 class StepGraphs:
     """Takes the local steps of one optimizer: as they stand at first, and then by replay."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Hashable, _Kind] = {}
-        self._rates: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._kinds: list[_Kind] = []  # the newest first
+        self._rates: dict[Hashable, tuple[Tensor, float]] = {}  # with what was written there last
         self.failure: str | None = None  # why nothing is recorded any more
 
-    def take(self, key: Hashable | None, layers: Sequence[ServedLayer], solve: Solve) -> Directions:
-        """Solve all problems; steps with equal keys, which None has not, are the same work."""
-        if key is None or self.failure is not None:
+    def take(self, work: Work | None, solve: Solve) -> Directions:
+        """Solve all problems, by replay if the same work was recorded; None is like no other."""
+        if work is None or self.failure is not None:
             return solve()
-        kind = self._kinds.pop(key, None) or _Kind()
-        self._kinds[key] = kind  # as the newest
-        if len(self._kinds) > KINDS:
-            del self._kinds[next(iter(self._kinds))]
+        kind = self._kind_of(work)
+        if kind is None:
+            return solve()
         kind.taken += 1
         if kind.taken <= EAGER_STEPS:
             return solve()
         if kind.recording is None:
             try:
-                kind.reads, kind.recording = _recorded(layers, solve)
+                kind.reads, kind.recording = _recorded(work, solve)
             except RuntimeError as error:
                 self.failure = str(error)
-                self._kinds.clear()  # and the memory that may have been lacking
+                self.forget()  # and the memory that may have been lacking
                 return solve()
         else:
-            torch._foreach_copy_(list(kind.reads), _left_by_backward(layers))
+            torch._foreach_copy_(kind.reads, work.left)
         kind.recording.replay()
         return {p: direction.clone() for p, direction in kind.recording.result.items()}
+
+    def forget(self) -> None:
+        """Let go of all recordings."""
+        self._kinds.clear()
+
+    def _kind_of(self, work: Work) -> _Kind | None:
+        """The kind of such steps, which is the newest now; None if the host has a part in them."""
+        for place, kind in enumerate(self._kinds):
+            if kind.key == work.key:
+                self._kinds.insert(0, self._kinds.pop(place))
+                return kind
+        if not work.is_fixed():
+            return None
+        self._kinds.insert(0, _Kind(work.key, work.held))
+        del self._kinds[KINDS:]
+        return self._kinds[0]
 
     @contextmanager
     def rates_on_device(self, groups: Sequence[Group], device: torch.device) -> Iterator[None]:
@@ -109,57 +140,89 @@ class StepGraphs:
 
     def _rate(self, index: int, group: Group, device: torch.device) -> Tensor:
         wide = group["params"][0].dtype == torch.float64
-        dtype = torch.float64 if wide else torch.float32
-        rate = self._rates.get((index, dtype))
-        if rate is None or rate.device != device:
-            rate = self._rates[index, dtype] = torch.empty((), dtype=dtype, device=device)
-        return rate.fill_(float(group["lr"]))
+        dtype, lr = torch.float64 if wide else torch.float32, float(group["lr"])
+        rate, written = self._rates.get((index, dtype, device), (None, None))
+        if rate is None:
+            rate = torch.empty((), dtype=dtype, device=device)
+        if written != lr:
+            self._rates[index, dtype, device] = rate.fill_(lr), lr
+        return rate
 
 
-def key_of(
-    layers: Sequence[ServedLayer],
-    group_of: Mapping[nn.Parameter, Group],
-    components: Components,
-    state: Mapping[Tensor, Mapping[str, Tensor]],
-    terms: float,
-) -> Hashable | None:
-    """Equal for steps that are the same work on the device; None if this one may be its own."""
-    keys: list[Hashable] = [terms, *_precisions()]
-    groups: dict[int, tuple[Hashable, ...]] = {}
-    for layer in layers:
-        group = group_of[layer.given[0]]
-        method = method_for(layer, group, components)
-        states = [state[p] for p in layer.with_gradient.values()]
-        if not _is_plain(layer) or not _is_fixed(layer, method, group, states):
+def work_of(
+    trained: Trained, groups: Sequence[Group], components: Components, state: States, terms: float
+) -> Work | None:
+    """The work of a step; None if it may be like no other.
+
+    The key has whatever ``method_for`` and the solution ask of layers, groups and tensors. Those that
+    stay are known by identity and address, the module's by their form too: any ``.data`` may be put
+    there. Gradients and inputs, which are copied, are known by their form alone.
+
+    All this is asked in every step, while the device waits: hence lists and loops, and no detours.
+    """
+    key: list[object] = [terms, _PRODUCTS.fp32_precision, _CONVOLUTIONS.fp32_precision]
+    tensors: list[Tensor] = []
+    inputs: list[Tensor] = []
+    counts: list[Tensor] = []
+    moving: list[nn.Parameter] = []
+    for layer, own in trained.items():
+        if layer.needs or not layer.calls:
             return None
-        parts = (method.variant, method.solver, method.regularizer, layer.transfer)
-        keys += [layer.name, method.local_steps, *map(id, parts)]
-        keys += [(_place(p), _form(p.grad)) for p in layer.tensors.values()]
-        keys += [(name, _place(entry)) for own in states for name, entry in own.items()]
-        keys += [_place(each) for each in layer.counts.values() if isinstance(each, Tensor)]
-        for own in (group_of[p] for p in layer.given):
-            if id(own) not in groups:
-                settings = map(_known, map(own.get, _SETTINGS))
-                groups[id(own)] = (_place(own["lr"]), *settings)
-            keys.append(groups[id(own)])
+        key += (layer.name, *own, layer.transfer, layer.is_output)
+        key += (layer.decided, layer.explicit, layer.note)
         for call in layer.calls:
-            kept = None if call.kept is None else len(call.kept)
-            keys += [call.shape, kept, *map(_form, _inputs(call))]
-    return tuple(keys)
+            read = _inputs(call)
+            key += (call.shape, None if call.kept is None else len(call.kept), len(read))
+            inputs += read
+        tensors += layer.tensors.values()
+        counts += [count for count in layer.counts.values() if isinstance(count, Tensor)]
+        moving += own.values()
+    left = inputs + [p.grad for p in moving if p.grad is not None]
+    for tensor in left:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return None
+    for group in groups:
+        settings = map(group.get, _SETTINGS)
+        key += [each if type(each) in _PLAIN else _known(each) for each in settings]
+        fixed = components.solver(group).is_fixed_work(local_problems_before(group))
+        key += (_place(group["lr"]), fixed, group["steps"] % group["every"] == 0)
+        key += map(id, group["params"])
+    held = tensors + counts
+    for p in moving:
+        entries = state[p]
+        key.append(list(entries))
+        held += entries.values()
+    key += map(id, held)
+    key += map(Tensor.data_ptr, held)
+    key += [(t.shape, t.stride(), t.dtype, t.device) for t in tensors + left]
+    is_fixed = partial(_is_fixed, trained, groups, components, state)
+    return Work(key, held, list(trained), moving, left, is_fixed)
 
 
+# Whose precision a graph keeps as it was.
+_PRODUCTS = torch.backends.cuda.matmul
+_CONVOLUTIONS = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+
+_PLAIN = {bool, int, float, str, type(None)}
 _SETTINGS = (*LAYER_SETTINGS, "momentum", "decay", "eps", "weight_decay", "local_lr")
 
 
 def _is_fixed(
-    layer: ServedLayer, method: Method, group: Group, states: Sequence[Mapping[str, Tensor]]
+    trained: Trained, groups: Sequence[Group], components: Components, state: States
 ) -> bool:
-    """Whether nothing in the solution of a layer's problem is left to the host."""
-    variant, solver = method.variant, method.solver
-    parts = (variant.loss, variant.target, method.regularizer, solver, layer.transfer or Linear())
-    settled = solver.name == "sgd" or any(states)  # the first state is put in its place by the host
-    fixed = solver.is_fixed_work(local_problems_before(group))
-    return settled and fixed and not layer.needs and all(map(_is_ours, parts))
+    """Whether nothing in the solution of the layers' problems is left to the host."""
+    group_of = {p: group for group in groups for p in group["params"]}
+    for layer, own in trained.items():
+        group = group_of[layer.given[0]]
+        method = method_for(layer, group, components)
+        variant, solver, transfer = method.variant, method.solver, layer.transfer or Linear()
+        parts = (variant.loss, variant.target, method.regularizer, solver, transfer)
+        # The first state is put in its place by the host.
+        settled = solver.name == "sgd" or any(state[p] for p in own.values())
+        fixed = solver.is_fixed_work(local_problems_before(group))
+        if not settled or not fixed or not all(map(_is_ours, parts)):
+            return False
+    return True
 
 
 def _known(setting: Any) -> Any:
@@ -169,31 +232,13 @@ def _known(setting: Any) -> Any:
     return float(setting) if setting.is_cpu else _place(setting)
 
 
-def _precisions() -> tuple[str, str]:
-    """Those of matrix products and convolutions, which a graph keeps as they were."""
-    cuda, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    return cuda.fp32_precision, cudnn.fp32_precision
-
-
-def _is_plain(layer: ServedLayer) -> bool:
-    """Whether all that a graph would copy for the layer is there and can be copied."""
-    tensors = [tensor for call in layer.calls for tensor in _inputs(call)]
-    tensors += [p.grad for p in layer.with_gradient.values() if p.grad is not None]
-    plain = all(type(t) is Tensor and t.layout == torch.strided for t in tensors)
-    return plain and bool(layer.calls)
-
-
 def _is_ours(part: object) -> bool:
     """Whether the class is this library's: of others' it is not known what they do on the host."""
     return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def _form(tensor: Tensor | None) -> Hashable:
-    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-
-def _place(tensor: Tensor) -> Hashable:
-    return tensor.data_ptr(), _form(tensor)
+def _place(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
 
 
 def _inputs(call: Call) -> list[Tensor]:
@@ -214,19 +259,10 @@ def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
     return replace(call, gram=gram)
 
 
-def _left_by_backward(layers: Sequence[ServedLayer]) -> list[Tensor]:
-    """Inputs of all layers, then gradients."""
-    inputs = [tensor for layer in layers for call in layer.calls for tensor in _inputs(call)]
-    return [*inputs, *(p.grad for p in _moving(layers) if p.grad is not None)]
-
-
-def _moving(layers: Sequence[ServedLayer]) -> list[nn.Parameter]:
-    return [p for layer in layers for p in layer.with_gradient.values()]
-
-
-def _recorded(layers: Sequence[ServedLayer], solve: Solve) -> tuple[list[Tensor], Recording]:
+def _recorded(work: Work, solve: Solve) -> tuple[list[Tensor], Recording]:
     """A recording of the step, not taken yet, and the copies that it reads."""
-    reads, moving = [tensor.clone() for tensor in _left_by_backward(layers)], _moving(layers)
+    layers, moving = work.layers, work.moving
+    reads = [tensor.clone() for tensor in work.left]
     inputs = iter(reads)
     calls = [list(layer.calls) for layer in layers]
     gradients = [p.grad for p in moving]

@@ -237,20 +237,20 @@ class LocoProp(WithFallback):
     def _advance(self) -> None:
         """One step, from what was recorded."""
         check_intact(self._layers)
-        check_recorded(self._layers)
+        trained = {layer: own for layer in self._layers if (own := layer.with_gradient)}
+        check_recorded(trained)
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
         in_parts = bool(undecided) and compiled_in_parts(self._layers)
         for layer in undecided:
             decide(layer, self._output_transfer, self._loss_transfer, in_parts)
-        if drift_apart(self._capture.processes, self._local_groups(), self._components):
-            self._warn_once("processes", DRIFT)
-        group_of = self._group_of()
         terms = float(loss_terms(self._layers)) if self._loss_sums else 1.0
         if self._capture.processes is not None:
-            moving = [layer for layer in self._layers if layer.with_gradient]
-            terms = agree(self._capture.processes, moving, terms)
-        directions = self._solve_all(group_of, terms)
+            terms = agree(self._capture.processes, list(trained), terms)
+        directions = self._solve_all(trained, terms)
+        if drift_apart(self._capture.processes, self._local_groups(), self._components):
+            self._warn_once("processes", DRIFT)
         if self._outer is not None:
+            group_of = self._group_of()
             self._outer.step(directions, lambda p: outer_factor(group_of[p]))
         self._capture.clear()
         for group in self._local_groups():
@@ -259,17 +259,15 @@ class LocoProp(WithFallback):
         self._plan_capture()
         self._report_skips()
 
-    def _solve_all(
-        self, group_of: dict[nn.Parameter, Group], terms: float
-    ) -> dict[nn.Parameter, Tensor]:
+    def _solve_all(self, trained: graphs.Trained, terms: float) -> dict[nn.Parameter, Tensor]:
         """Solve every layer's local problem; on a GPU, by the replay of a graph where that is right."""
-        layers = [layer for layer in self._layers if layer.with_gradient]
-        device, *others = {layer.given[0].device for layer in layers}
+        device, *others = {layer.given[0].device for layer in trained}
 
         def solve() -> dict[nn.Parameter, Tensor]:
+            group_of = self._group_of()
             directions: dict[nn.Parameter, Tensor] = {}
             with lanes() as lane:
-                for layer in reversed(layers):  # the last one's gradient is the first to be there
+                for layer in reversed(trained):  # the last one's gradient is the first to be there
                     own = layer.given[0].device
                     with current(own), lane(layer.ready), timed(self._diagnosed, layer.name, own):
                         directions |= self._solve(layer, group_of, terms)
@@ -279,12 +277,13 @@ class LocoProp(WithFallback):
             alone = self._capture.processes is None
             if not self._replays or others or not alone or not graphs.can_record(device):
                 return solve()
-            with self._graphs.rates_on_device(self._local_groups(), device):
-                known = (layers, group_of, self._components, self.state, terms)
-                key = None if self._diagnosed is not None else graphs.key_of(*known)
-                directions = self._graphs.take(key, layers, solve)
-        if key is not None and self._apply == "replace":
-            self._note_replay(layers)
+            groups = self._local_groups()
+            with self._graphs.rates_on_device(groups, device):
+                known = (trained, groups, self._components, self.state, terms)
+                work = None if self._diagnosed is not None else graphs.work_of(*known)
+                directions = self._graphs.take(work, solve)
+        if work is not None and self._apply == "replace":
+            torch.autograd.graph.increment_version(work.moving)  # autograd saw nothing of a replay
         if self._graphs.failure is not None:
             self._warn_once(
                 "graph",
@@ -292,11 +291,6 @@ class LocoProp(WithFallback):
                 "launched kernel by kernel from now on. cuda_graph=False does so from the start.",
             )
         return directions
-
-    def _note_replay(self, layers: list[ServedLayer]) -> None:
-        """Tell autograd what a replay has written, of which it saw nothing."""
-        written = [p for layer in layers for p in layer.with_gradient.values()]
-        torch.autograd.graph.increment_version(written)
 
     def _solve(
         self, layer: ServedLayer, group_of: dict[nn.Parameter, Group], terms: float
@@ -474,6 +468,7 @@ class LocoProp(WithFallback):
             if not group["fallback"]:
                 self._check_loaded(group)
         super().load_state_dict(state_dict)
+        self._graphs.forget()  # they hold the state before
         if self._outer is not None:
             self._outer.load_state_dict(state_dict["outer"])
         self._link_fallback()

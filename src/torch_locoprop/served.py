@@ -16,6 +16,8 @@ from torch_locoprop.gram import Gram
 from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
 
+_NAMES = ("weight", "bias")
+
 
 @dataclass(eq=False)
 class CompiledGraph:
@@ -101,8 +103,7 @@ class ServedLayer:
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
         own = self.module._parameters  # asked for in every step: the attributes take longer
-        named = ((name, own.get(name)) for name in ("weight", "bias"))
-        return {name: p for name, p in named if p is not None}
+        return {name: p for name in _NAMES if (p := own.get(name)) is not None}
 
     @property
     def trained(self) -> list[nn.Parameter]:
@@ -111,11 +112,8 @@ class ServedLayer:
     @property
     def with_gradient(self) -> dict[str, nn.Parameter]:
         """The tensors this step will move."""
-        return {
-            name: p
-            for name, p in self.tensors.items()
-            if p.grad is not None and any(p is own for own in self.given)
-        }
+        own, given = self.module._parameters, self.given
+        return {n: p for n in _NAMES for p in given if p is own.get(n) and p.grad is not None}
 
     @property
     def width(self) -> int:
@@ -244,8 +242,12 @@ class ServedLayer:
     @property
     def is_intact(self) -> bool:
         """Whether the module still has the parameters the optimizer was given."""
-        now = list(self.tensors.values())
-        return "weight" in self.tensors and all(any(p is q for q in now) for p in self.given)
+        own = self.module._parameters
+        weight, bias = own.get("weight"), own.get("bias")
+        for p in self.given:
+            if p is not weight and p is not bias:
+                return False
+        return weight is not None
 
     def count(self, what: str, happened: Tensor | None) -> None:
         """Add one if it happened; on the device, without a look from the host."""

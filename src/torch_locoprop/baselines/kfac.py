@@ -111,9 +111,9 @@ class KFAC(WithFallback):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_recorded(self._layers)
-        group = self.param_groups[0]
         layers = [layer for layer in self._layers if layer.with_gradient]
+        check_recorded(layers)
+        group = self.param_groups[0]
         gradients = [join(_gradients(layer)) for layer in layers]
         directions = [
             self._direction(layer, gradient, group)
