@@ -141,7 +141,7 @@ def graphed(contestant: Contestant, task: Task) -> Callable[[], object] | None:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ready.step()
-        return graph.replay
+        return lambda _=ready: graph.replay()  # whose matrices it reads
     if not getattr(ready.optimizer, "capturable", False):
         return None
     assert ready.optimizer is not None

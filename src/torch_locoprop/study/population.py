@@ -27,7 +27,7 @@ from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
 from torch_locoprop.spread import spread
-from torch_locoprop.transfers import Sigmoid, Transfer
+from torch_locoprop.transfers import Sigmoid, Tanh, Transfer
 from torch_locoprop.variants import VARIANTS, Variant
 
 Tensors = dict[str, Tensor]
@@ -131,7 +131,7 @@ class Population:
                     self._solve(m, inputs[m], pre_activations[m], g, v, fishers[m])
                 if below is not None:
                     v = below
-                    g = self.transfers[m - 1].vjp(pre_activations[m - 1], below)
+                    g = _behind(self.transfers[m - 1], pre_activations[m - 1], inputs[m], below)
         self.steps += 1
 
     @torch.no_grad()
@@ -284,6 +284,13 @@ class Population:
 def spread_mask(mask: Tensor, like: Tensor) -> Tensor:
     """``[K]`` truth values shaped to select from ``[K, ...]``."""
     return mask.reshape(-1, *([1] * (like.dim() - 1)))
+
+
+def _behind(transfer: Transfer, a: Tensor, y: Tensor, v: Tensor) -> Tensor:
+    """The gradient with respect to a, from that with respect to y = f(a): as autograd has it."""
+    if isinstance(transfer, Tanh):
+        return torch.ops.aten.tanh_backward(v, y)  # type: ignore[no-any-return]  # in one pass
+    return transfer.vjp(a, v)
 
 
 def _without_fisher(states: dict[str, Tensors]) -> dict[str, Tensors]:
