@@ -91,6 +91,8 @@ def measured(
 ) -> list[Point]:
     """Measure BackProp and LocoProp at every size, the base first: it tells which take too long."""
     points: list[Point] = []
+    if device == "cuda":  # what libraries set aside once would count as the first one's
+        costs.measured(base.config(costs.BASELINE, device, precision))
     for size in sizes(base, ranges):
         for method in (costs.BASELINE, *METHODS):
             config = size.config(method, device, precision)

@@ -50,7 +50,7 @@ RESIDUAL = {
     "ieee": Parts(64, 64, 32, 4, 3),
 }
 STEP = {**RESIDUAL, "bf16": Parts(64, 128, 64, 4, 3)}
-"""What was fastest on an H200, by the precision of products."""
+"""The fastest of those that were tried on an H200, by the precision of products."""
 
 NOTED = 1024  # rows that one program takes
 TURNED = 64  # rows and columns that one program takes to transpose
