@@ -33,7 +33,7 @@ check: $(STAMP) ## lint, format, types, then all tests: what a change has to pas
 	$(MAKE) --no-print-directory test
 
 bench: $(STAMP) $(PEERS) ## time LocoProp beside its matrix products and other optimizers, draw its growth
-	$(BIN)/python -m benchmarks.steps --device cpu --threads 2 --out $(BENCH)/steps.json
+	$(BIN)/python -m benchmarks.steps --device cpu --threads 2 --out $(BENCH)/steps.json --figure $(BENCH)/steps.png
 	$(BIN)/python -m benchmarks.steady --threads 2 --out $(BENCH)/steady.json
 	$(BIN)/python -m benchmarks.growth --quick --device cpu --threads 1 \
 		--out $(BENCH)/growth.json --figure $(BENCH)/growth.png

@@ -4,6 +4,7 @@
     python -m benchmarks.steps --device cuda --precision tf32 --models standard deep wide
     python -m benchmarks.steps --methods products sgd locoprop-m exact-s-muon
     python -m benchmarks.steps --show benchmarks/results/steps-*.json      # tables; nothing is run
+    python -m benchmarks.steps --show benchmarks/results/steps-cpu.json --figure steps-cpu.png
 
 All take turns, round after round, so that a slow moment of the machine meets all of them; the table has
 medians over all steps. What is renewed only every k steps is timed over whole cycles, and has means.
@@ -14,6 +15,7 @@ replayed as a CUDA graph, for those that allow it. The floor is LocoProp-M's mat
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import time
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import step_table
+from benchmarks import step_table, steps_figure
 from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.machine import environment, matmul_precision
@@ -260,9 +262,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, help="in a round; 2, on a GPU 20")
     parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
     parser.add_argument("--show", type=Path, nargs="+", help="such files, to be shown instead")
+    parser.add_argument("--figure", type=Path, help="a file for the figure, .png; a .pdf beside it")
     options = parser.parse_args(arguments)
     if options.show:
+        if options.figure and len(options.show) > 1:
+            parser.error("--figure draws one file. Give one to --show.")
         step_table.show(options.show)
+        if options.figure:
+            steps_figure.save(json.loads(options.show[0].read_text()), options.figure)
         return
     options.steps = options.steps or (20 if options.device == "cuda" else 2)
     if options.threads:
@@ -271,6 +278,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.out:
         step_table.write(options.out, content)
     step_table.display(step_table.markdown(content))
+    if options.figure:
+        steps_figure.save(content, options.figure)
 
 
 if __name__ == "__main__":

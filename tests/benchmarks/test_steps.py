@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 
-from benchmarks import contestants, step_table, steps
+from benchmarks import contestants, step_table, steps, steps_figure
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TINY = ["--models", "6-4-2", "--batch", "5", "--rounds", "1", "--steps", "1", "--device", "cpu"]
@@ -123,4 +124,21 @@ def test_a_gpu_has_columns_for_graphs_and_its_speed_is_by_the_graph() -> None:
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("steps-*.json")), ids=lambda path: path.stem)
 def test_committed_results_have_their_tables(path: Path, capsys: Any) -> None:
     steps.main(["--show", str(path)])
-    assert "| LocoProp-M |" in capsys.readouterr().out
+    assert "| LocoProp-M" in capsys.readouterr().out
+
+
+def test_the_committed_results_are_drawn(tmp_path: Path) -> None:
+    for path in sorted(RESULTS.glob("steps-*.json")):
+        steps.main(["--show", str(path), "--figure", str(tmp_path / f"{path.stem}.png")])
+        content = json.loads(path.read_text())
+        texts = [text.get_text() for text in steps_figure.draw(content).findobj(Text)]
+        for row in (row for rows in content["models"].values() for row in rows):
+            assert row["name"] in texts
+            assert f"{row['loop_ms']:.3g}" in texts
+    assert len(list(tmp_path.iterdir())) == 2 * len(list(RESULTS.glob("steps-*.json"))) > 0
+
+
+def test_a_figure_is_of_one_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        steps.main(["--show", "one.json", "other.json", "--figure", "both.png"])
+    assert "one file" in capsys.readouterr().err
