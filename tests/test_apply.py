@@ -109,6 +109,55 @@ def test_the_closed_form_is_the_preconditioned_gradient() -> None:
     assert_close(found, expected)
 
 
+def test_muon_is_given_the_closed_form_on_running_averages() -> None:
+    """G (C̄ + λI)⁻¹ with C̄ the running mean of XᵀX / rows, its inverse renewed every other step."""
+    decay, every, damping = 0.8, 2, 0.1
+    handed: dict[int, torch.Tensor] = {}
+
+    class Spy(torch.optim.Muon):
+        def step(self, closure: Any = None) -> None:
+            handed.update({id(p): p.grad.clone() for g in self.param_groups for p in g["params"]})
+            super().step(closure)
+
+    def outer(params: list[nn.Parameter]) -> list[Optimizer]:
+        matrices = [p for p in params if p.ndim == 2]
+        rest = [p for p in params if p.ndim != 2]
+        return [Spy(matrices, lr=0.02), torch.optim.Adam(rest, lr=0.01)]
+
+    model = network()
+    opt = loco(
+        model,
+        outer,
+        solver=Exact(decay=decay, every=every, damping=damping),
+        gamma=3.0,
+        lr=0.5,
+        variant="locoprop-s",
+        local_reduction="mean",
+    )
+    layers: list[Any] = [model[0], model[2], model[4]]
+    average: dict[nn.Module, torch.Tensor] = {}
+    inverse: dict[nn.Module, torch.Tensor] = {}
+    for step in range(5):
+        x, y = batch(20, 6, seed=step), batch(20, 3, seed=50 + step)
+        model.zero_grad()
+        cross_entropy(model(x), y).backward()
+        rows = [x, model[:2](x).detach(), model[:4](x).detach()]
+        expected = []
+        for layer, X in zip(layers, rows, strict=True):
+            X = torch.cat([X, torch.ones_like(X[:, :1])], 1)
+            C = X.T @ X / len(X)
+            C = average[layer] = decay * average.get(layer, C) + (1 - decay) * C
+            if step % every == 0:
+                eye = torch.eye(len(C), dtype=C.dtype)
+                inverse[layer] = torch.linalg.inv(C + damping * C.trace() / len(C) * eye)
+            G = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+            expected.append((G @ inverse[layer])[:, :-1])
+        before = [layer.weight.detach().clone() for layer in layers]
+        opt.step()
+        assert_close([handed[id(layer.weight)] for layer in layers], expected)
+        assert all((b != layer.weight).any() for b, layer in zip(before, layers, strict=True))
+
+
 def test_an_optimizer_that_is_there_already() -> None:
     """Over all parameters, where all have a local problem; otherwise it would train too many."""
     model = network()

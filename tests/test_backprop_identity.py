@@ -67,7 +67,7 @@ def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activat
     opt = LocoProp(model, variant=variant, gamma=5.0, output_transfer="sigmoid")
     for layer in opt._layers:  # record ∂L/∂a for every variant
         layer.needs = layer.needs | {"g"}
-        layer.condense_for = 0  # and its rows
+        layer.use_of_rows = None  # and its rows
     cross_entropy(model(x), y).backward()
     for layer in opt._layers:
         decide(layer, get("sigmoid"), None)

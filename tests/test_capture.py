@@ -145,8 +145,11 @@ def test_a_functional_use_of_a_weight_takes_a_backprop_step() -> None:
     x = batch(8, 6)
     cross_entropy(model(x), x[:, :3]).backward()
     expected = model.two.weight.detach() - 1e-2 * 2.0 * model.two.weight.grad
-    with pytest.warns(UserWarning, match=r"'two' has a gradient, but its forward was not called"):
+    with pytest.warns(
+        UserWarning, match=r"'two' has a gradient, but its forward was not called"
+    ) as warned:
         opt.step()
+    assert warned[0].filename == __file__  # where step() is called
     assert_close([model.two.weight.detach()], [expected])
 
 

@@ -1,33 +1,94 @@
-"""LocoProp-S keeps XᵀX instead of a layer's inputs where that is smaller: same steps, less memory."""
+"""Layers keep XᵀX instead of their inputs, or neither, where a step needs no more: the same steps."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from cases import assert_close, batch, cross_entropy, network, weights
-from torch import nn
+from cases import FIRST_ORDER, VARIANTS, assert_close, batch, cross_entropy, network, weights
+from torch import Tensor, nn
 
-from torch_locoprop import LocoProp
+from torch_locoprop import LocoProp, Variant
 from torch_locoprop.gram import Gram
+from torch_locoprop.losses import Squared
 from torch_locoprop.solvers import Exact
+from torch_locoprop.targets import Target
+from torch_locoprop.transfers import Transfer
 
 X, Y = batch(40, 6), batch(40, 3, seed=2)
+CLOSED_FORMS = {
+    "plain": Exact(),
+    "average": Exact(decay=0.9),
+    "all": Exact(decay=0.9, every=2, damping=1e-2),
+    "now and then": Exact(every=3),
+}
+
+Train = Callable[..., list[Tensor]]
+
+
+def normed() -> nn.Sequential:
+    """Layers with a norm behind them have no transfer and take LocoProp-S."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
+    ).double()
+
+
+def images_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 2, 3)),
+        nn.Conv2d(1, 4, 2, padding=1), nn.Tanh(), nn.Conv2d(4, 4, 2, groups=2), nn.Tanh(),
+        nn.ConvTranspose2d(4, 2, 2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3),
+    ).double()  # fmt: skip
+
+
+MODELS = {"linear": network, "norm": normed, "convolutions": images_net}
 
 
 def loco(model: nn.Module, **options: Any) -> LocoProp:
     given = {"lr": 1e-3, "gamma": 10.0, "variant": "locoprop-s", "local_steps": 5, **options}
-    return LocoProp(model, output_transfer="sigmoid", **given)
+    fallback = lambda params: torch.optim.SGD(params, lr=1e-3)  # noqa: E731
+    return LocoProp(model, output_transfer="sigmoid", fallback=fallback, **given)
 
 
-def steps(opt: LocoProp, model: nn.Module, count: int = 3, parts: int = 1) -> list[torch.Tensor]:
+def steps(
+    opt: LocoProp, model: nn.Module, count: int = 4, parts: int = 1, clip: bool = False
+) -> list[Tensor]:
     for _ in range(count):
         opt.zero_grad()
         for x, y in zip(X.chunk(parts), Y.chunk(parts), strict=True):
             (cross_entropy(model(x), y) / parts).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
         opt.step()
     return weights(model)
+
+
+def made(name: str) -> nn.Sequential:
+    model = MODELS[name]()
+    model(X)  # lazy ones get their shapes
+    return model
+
+
+def held(opt: LocoProp) -> list[int]:
+    """The numbers that each layer keeps of its rows."""
+    found = []
+    for layer in opt._layers:
+        kept = [t for call in layer.calls for t in (call.x, call.g, call.v) if t is not None]
+        grams = [call.gram for call in layer.calls if call.gram is not None]
+        kept += [t for gram in grams for t in (gram.square, gram.total)]
+        found.append(sum(t.numel() for t in kept))
+    return found
+
+
+def keep_rows(opt: LocoProp) -> None:
+    """As the plain version does, in the next step."""
+    for layer in opt._layers:
+        layer.use_of_rows = None
 
 
 def condensed(opt: LocoProp) -> list[bool]:
@@ -35,43 +96,67 @@ def condensed(opt: LocoProp) -> list[bool]:
 
 
 @pytest.fixture
-def by_rows(monkeypatch: pytest.MonkeyPatch) -> Any:
+def by_rows(monkeypatch: pytest.MonkeyPatch) -> Train:
     """A function that trains with all inputs kept, as the plain version does."""
 
-    def train(**how: Any) -> list[torch.Tensor]:
+    def train(name: str = "linear", how: dict[str, Any] | None = None, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr("torch_locoprop.optimizer.gradients_by_gram", lambda *_: 0)
-            model = network()
-            parts = how.pop("parts", 1)
-            return steps(loco(model, **how), model, parts=parts)
+            patch.setattr("torch_locoprop.optimizer.use_of_rows", lambda *_: None)
+            model = made(name)
+            opt = loco(model, **options)
+            found = steps(opt, model, **(how or {}))
+            assert not any(layer.has_gram for layer in opt._layers)
+            return found
 
     return train
+
+
+def both(by_rows: Train, name: str = "linear", how: Any = None, **options: Any) -> None:
+    """The steps are those by rows."""
+    model = made(name)
+    assert_close(
+        steps(loco(model, **options), model, **(how or {})), by_rows(name, how, **options), 1e-11
+    )
+
+
+# ---- several iterations ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("solver", ["sgd", "rmsprop", "adam"])
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 @pytest.mark.parametrize("parts", [1, 2, 3])
-def test_the_steps_are_the_same(by_rows: Any, solver: str, reduction: str, parts: int) -> None:
-    own = {"solver": solver, "local_reduction": reduction}
-    model = network()
-    assert_close(steps(loco(model, **own), model, parts=parts), by_rows(parts=parts, **own))
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "natural-s"])
+def test_the_steps_are_the_same(
+    by_rows: Train, name: str, variant: str, solver: str, reduction: str, parts: int
+) -> None:
+    own = {"solver": solver, "local_reduction": reduction, "variant": variant}
+    both(by_rows, name, {"parts": parts}, **own)
 
 
 @pytest.mark.parametrize("guard", [{"gate": True}, {"cap": 0.01}, {"diagnose": True}])
-def test_guards_and_diagnostics_need_no_rows(by_rows: Any, guard: dict[str, Any]) -> None:
+@pytest.mark.parametrize("local_steps", [1, 5])
+@pytest.mark.parametrize("solver", ["sgd", *CLOSED_FORMS])
+def test_guards_and_diagnostics_need_no_rows(
+    by_rows: Train, guard: dict[str, Any], local_steps: int, solver: str
+) -> None:
+    own = {"solver": CLOSED_FORMS.get(solver, solver), "local_steps": local_steps}
+    both(by_rows, **own, **guard)
     model = network()
-    opt = loco(model, solver="sgd", **guard)
-    assert_close(steps(opt, model), by_rows(solver="sgd", **guard))
+    opt = loco(model, **own, **guard)
+    cross_entropy(model(X), Y).backward()
+    assert condensed(opt)[0]
 
 
-def test_the_local_loss_is_the_same_by_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("solver", ["sgd", Exact(), Exact(decay=0.9)])
+def test_the_local_loss_is_the_same_by_rows(monkeypatch: Any, solver: Any) -> None:
     found = []
     for patched in (False, True):
         with monkeypatch.context() as patch:
             if patched:
-                patch.setattr("torch_locoprop.optimizer.gradients_by_gram", lambda *_: 0)
+                patch.setattr("torch_locoprop.optimizer.use_of_rows", lambda *_: None)
             model = network()
-            opt = loco(model, solver="sgd", diagnose=True)
+            opt = loco(model, solver=solver, diagnose=True)
             steps(opt, model, count=1)
             found.append([row.local_loss for row in opt.diagnostics()])
     assert found[0] == pytest.approx(found[1], rel=1e-10)
@@ -95,19 +180,21 @@ def test_only_the_summary_is_held_between_backward_and_step() -> None:
     "options",
     [
         {"variant": "locoprop-m"},
+        {"variant": "locoprop-m", "solver": Exact(decay=0.9)},
         {"variant": "pocoprop-s"},
-        {"variant": "natural-s"},
-        {"solver": Exact()},
         {"max_rows": 30},
-        {"local_steps": 1},
+        {"variant": "locoprop-m", "local_steps": 1, "gate": True},
+        {"variant": "natural-s", "regularizer": "fisher"},
     ],
 )
 def test_inputs_are_kept_where_they_are_needed(options: dict[str, Any]) -> None:
     model = network()
     opt = loco(model, **options)
-    cross_entropy(model(X), Y).backward()
-    assert not any(condensed(opt))
-    opt.step()
+    for _ in range(2):
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        assert not any(condensed(opt))
+        opt.step()
 
 
 def test_few_rows_are_smaller_than_their_products() -> None:
@@ -118,42 +205,315 @@ def test_few_rows_are_smaller_than_their_products() -> None:
     opt.step()
 
 
-def test_a_mixture_is_one_problem() -> None:
+@pytest.mark.parametrize("solver", ["sgd", *CLOSED_FORMS])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mixture_is_one_problem(name: str, solver: str) -> None:
     """One call with many rows and one with few."""
     results = []
     for patched in (False, True):
-        model = network()
-        opt = loco(model, solver="sgd")
+        model = made(name)
+        opt = loco(model, solver=CLOSED_FORMS.get(solver, solver))
         if patched:
-            for layer in opt._layers:
-                layer.condense_for = 0
-        for rows in (slice(0, 35), slice(35, 40)):
+            keep_rows(opt)
+        for rows in (slice(0, 38), slice(38, 40)):
             cross_entropy(model(X[rows]), Y[rows]).backward()
-        assert condensed(opt) == [False, False, False]
         assert [call.gram is not None for call in opt._layers[0].calls] == [not patched, False]
+        opt.step()
+        results.append(weights(model))
+    assert_close(results[0], results[1], 1e-11)
+
+
+# ---- closed forms ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", CLOSED_FORMS)
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+def test_closed_forms_are_the_same(
+    by_rows: Train, name: str, variant: str, solver: str, reduction: str, parts: int
+) -> None:
+    own = {"solver": CLOSED_FORMS[solver], "local_reduction": reduction, "variant": variant}
+    both(by_rows, name, {"parts": parts, "count": 7}, lr=0.1, gamma=1.0, **own)
+
+
+def test_what_closed_forms_keep() -> None:
+    """XᵀX; nothing where neither an average nor an inverse is made anew."""
+    small = [n * n + n for n in (6, 5, 4)]
+    for name, kept in {"plain": [small] * 4, "all": [small] * 4, "now and then": None}.items():
+        model = network()
+        opt, found = loco(model, solver=CLOSED_FORMS[name]), []
+        for _ in range(4):
+            opt.zero_grad()
+            cross_entropy(model(X), Y).backward()
+            found.append(held(opt))
+            opt.step()
+        assert found == (kept or [small, [0, 0, 0], [0, 0, 0], small])
+
+
+def test_a_closed_form_in_single_precision_has_products_in_double() -> None:
+    """By rows it goes to float64 where inputs are large: products in float32 would spoil that."""
+    results = []
+    for patched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3)
+        x, y = 30 + 0.01 * torch.randn(400, 6), torch.rand(400, 3)
+        opt = loco(model, solver=Exact(), lr=1e3, gamma=1.0)
+        if patched:
+            keep_rows(opt)
+        cross_entropy(model(x), y).backward()
+        assert condensed(opt) == [not patched]
+        opt.step()
+        results.append(weights(model))
+    assert_close(results[0], results[1], 1e-5)
+
+
+@pytest.mark.parametrize("solver", CLOSED_FORMS)
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+def test_a_bias_that_is_frozen_and_thawed(solver: str, variant: str) -> None:
+    results = []
+    for patched in (False, True):
+        model = normed()
+        opt = loco(model, solver=CLOSED_FORMS[solver], lr=0.1, gamma=1.0, variant=variant)
+        for trained in (True, True, False, False, True, True, True):
+            model[0].bias.requires_grad_(trained)
+            if patched:
+                keep_rows(opt)
+            steps(opt, model, count=1)
+        results.append(weights(model))
+    assert_close(results[0], results[1], 1e-11)
+
+
+# ---- one iteration -----------------------------------------------------------------------------
+
+
+ONCE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "l1": {"regularizer": "l1"},
+    "l2": {"regularizer": "l2"},
+    "mean": {"local_reduction": "mean"},
+    "rows": {"max_rows": 7},
+    "cap": {"cap": 0.001},
+    "outer": {"apply": "gradient", "outer": lambda ps: torch.optim.AdamW(ps, lr=1e-2)},
+    "decay": {"weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("options", ONCE)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_one_iteration_keeps_nothing(by_rows: Train, options: str, variant: str) -> None:
+    own = {"variant": variant, "local_steps": 1, **ONCE[options]}
+    both(by_rows, how={"parts": 2, "clip": True}, **own)
+    model = network()
+    opt = loco(model, **own)
+    for _ in range(2):
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        assert held(opt) == [0, 0, 0]
+        opt.step()
+
+
+@pytest.mark.parametrize("solver", [*FIRST_ORDER, *CLOSED_FORMS])
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+def test_steps_without_local_problems_keep_nothing(
+    by_rows: Train, solver: str, variant: str
+) -> None:
+    own = {"variant": variant, "solver": CLOSED_FORMS.get(solver, solver), "every": 3}
+    both(by_rows, **own)
+    model = network()
+    opt = loco(model, **own)
+    nothing = []
+    for _ in range(4):
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        nothing.append(held(opt) == [0, 0, 0])
+        opt.step()
+    renewed_later = (solver, variant) == ("now and then", "locoprop-s")
+    assert nothing == [False, True, True, renewed_later]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variant": "pocoprop-m", "local_steps": 1},
+        {"variant": "locoprop-s"},
+        {"variant": "locoprop-s", "solver": Exact(decay=0.9)},
+    ],
+)
+def test_two_passes_through_one_graph(options: dict[str, Any]) -> None:
+    results = []
+    for patched in (False, True):
+        model = network()
+        opt = loco(model, **options)
+        if patched:
+            keep_rows(opt)
+        loss = cross_entropy(model(X), Y)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        assert condensed(opt) == [not patched] * 3
         opt.step()
         results.append(weights(model))
     assert_close(results[0], results[1])
 
 
-def test_what_is_found_out_in_a_step_does_not_change_how_the_next_rounds() -> None:
-    """A linear layer of LocoProp-M is quadratic too, but a resumed run would not know that yet."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+# ---- what changes between steps ----------------------------------------------------------------
+
+
+def test_a_layer_is_condensed_once_its_transfer_is_known_to_be_missing() -> None:
+    model = normed()
     opt = loco(model, variant="locoprop-m")
-    for _ in range(2):
+    for expected in ([False] * 3, [True, False, False]):
         opt.zero_grad()
         cross_entropy(model(X), Y).backward()
-        assert not any(condensed(opt))
+        assert condensed(opt) == expected
         opt.step()
 
 
-def test_settings_that_change_after_the_backward_pass() -> None:
+@pytest.mark.parametrize("solver", ["rmsprop", *CLOSED_FORMS])
+def test_a_resumed_run_rounds_as_the_one_that_went_on(solver: str) -> None:
+    """Which knows no transfers before its first step, and keeps the rows of all calls until then."""
+    own = {"variant": "locoprop-m", "solver": CLOSED_FORMS.get(solver, solver)}
+    model = normed()
+    opt = loco(model, **own)
+    steps(opt, model, parts=3)
+    resumed = normed()
+    resumed.load_state_dict(copy.deepcopy(model.state_dict()))
+    other = loco(resumed, **own)
+    other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for one, two in zip(steps(opt, model, parts=3), steps(other, resumed, parts=3), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_a_transfer_that_is_found_late() -> None:
+    """A layer whose weight was used without its forward, and then is called."""
+    results = []
+    for patched in (False, True):
+        model = network()
+        opt = loco(model, variant="locoprop-m")
+        if patched:
+            keep_rows(opt)
+        hidden = torch.tanh(nn.functional.linear(X, model[0].weight, model[0].bias))
+        cross_entropy(model[2:](hidden), Y).backward()
+        with pytest.warns(UserWarning, match="forward was not called"):
+            opt.step()
+        if patched:
+            keep_rows(opt)
+        results.append(steps(opt, model, count=1))
+    assert_close(results[0], results[1])
+
+
+CHANGES = [
+    ({}, {"variant": "locoprop-m"}),
+    ({}, {"variant": "pocoprop-s", "local_steps": 1}),
+    ({"local_steps": 1}, {"local_steps": 5}),
+    ({"local_steps": 5}, {"local_steps": 1}),
+    ({"variant": "locoprop-m"}, {"variant": "locoprop-s"}),
+    ({}, {"max_rows": 20}),
+    ({"every": 2}, {"every": 1}),
+    ({}, {"solver": "exact"}),
+    ({"solver": "exact"}, {"solver": "sgd"}),
+]
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGES)
+def test_settings_that_change_between_steps(before: Any, after: Any) -> None:
+    results = []
+    for patched in (False, True):
+        model = network()
+        opt = loco(model, **{"solver": "sgd", **before})
+        for own in ({}, after):
+            opt.param_groups[0].update(own)
+            if patched:
+                keep_rows(opt)
+            steps(opt, model, count=1)
+        results.append(weights(model))
+    assert_close(results[0], results[1], 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, {"variant": "locoprop-m"}),
+        ({"local_steps": 1}, {"local_steps": 5}),
+        ({"every": 2, "steps": 1}, {"every": 1}),
+        ({"local_steps": 1}, {"gate": True}),
+    ],
+)
+def test_settings_that_change_after_the_backward_pass(before: Any, after: Any) -> None:
     model = network()
     opt = loco(model)
+    opt.param_groups[0].update(before)
     cross_entropy(model(X), Y).backward()
-    before = weights(model)
-    opt.param_groups[0]["variant"] = "locoprop-m"
+    start = weights(model)
+    opt.param_groups[0].update(after)
     with pytest.raises(RuntimeError, match="changed between backward"):
         opt.step()
-    assert_close(weights(model), before)
+    assert_close(weights(model), start)
+
+
+def test_products_in_single_precision_do_for_no_closed_form() -> None:
+    model = nn.Linear(6, 3)
+    opt = loco(model)
+    cross_entropy(model(X.float()), Y.float()).backward()
+    opt.param_groups[0]["solver"] = "exact"
+    with pytest.raises(RuntimeError, match="changed between backward"):
+        opt.step()
+
+
+# ---- what else may be asked of rows ------------------------------------------------------------
+
+
+class Shrink(Target):
+    """``a* = 0.9 a``, which no gradient tells."""
+
+    needs = frozenset()
+
+    def __call__(
+        self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Any
+    ) -> Tensor:
+        return 0.9 * a
+
+
+@pytest.mark.parametrize("local_steps", [1, 5])
+def test_a_target_that_starts_from_its_rows_keeps_them(by_rows: Train, local_steps: int) -> None:
+    shrink = Variant("shrink", Shrink(), Squared())
+    both(by_rows, variant=shrink, local_steps=local_steps, solver="sgd")
+
+
+class Rewritten(Exact):
+    """A closed form that looks at its rows."""
+
+    def solve(self, problem: Any, *rest: Any) -> Any:
+        assert problem.inputs.shape[-2] == len(X)
+        return super().solve(problem, *rest)
+
+
+def test_a_solver_with_a_solution_of_its_own_gets_the_rows() -> None:
+    model = network()
+    steps(loco(model, solver=Rewritten()), model, count=1)
+
+
+@pytest.mark.parametrize("solver", ["sgd", Exact(decay=0.9)])
+def test_a_backward_pass_inside_autocast_rounds_no_products(solver: Any) -> None:
+    model = network().float()
+    opt = loco(model, solver=solver)
+    x = X.float()
+    loss = cross_entropy(model(x), Y.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss.backward()
+    gram = opt._layers[0].calls[0].gram
+    assert gram is not None
+    torch.testing.assert_close(gram.square, x.T @ x)
+
+
+def test_sparse_inputs_are_the_same_rows() -> None:
+    for options in ({}, {"local_steps": 1}, {"solver": Exact()}):
+        results = []
+        for form in (Tensor.to_sparse, lambda t: t):
+            model = network()
+            opt = loco(model, **options)
+            cross_entropy(model(form(X * (X > 0.5))), Y).backward()
+            opt.step()
+            results.append(weights(model))
+        assert_close(results[0], results[1])

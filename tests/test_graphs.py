@@ -129,6 +129,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mean": {"local_reduction": "mean", "lr": 1e-2},
     "rows": {"max_rows": 7},
     "gradient": {"apply": "gradient", "outer": muon_like, "local_steps": 4},
+    "capped gradient": {"apply": "gradient", "outer": muon_like, "cap": 0.01},
     "nothing": {"apply": "nothing", "outer": None},
     "exact": {
         "solver": Exact(decay=0.9, every=7, damping=0.1),

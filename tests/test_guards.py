@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,43 +42,146 @@ def gradients(model: nn.Module) -> list[Tensor]:
 # Cap --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("apply", ["replace", "gradient"])
+Make = Callable[[list[nn.Parameter]], Any]
+
+
+def muon_and_adam(params: list[nn.Parameter]) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.Muon([p for p in params if p.ndim == 2], lr=0.5, weight_decay=0.1),
+        torch.optim.Adam([p for p in params if p.ndim != 2], lr=0.3),
+    ]
+
+
+# At one local step of the setting above, SGD's is the step of "replace".
+OUTER: dict[str, Make] = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.05 * 4.0),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.3, weight_decay=0.1),
+    "muon": muon_and_adam,
+}
+
+
+def given(outer: str | None) -> dict[str, Any]:
+    return {} if outer is None else {"apply": "gradient", "outer": OUTER[outer]}
+
+
+def layers(tensors: list[Tensor]) -> list[Tensor]:
+    """Weight and bias of each layer as one vector."""
+    pairs = zip(tensors[::2], tensors[1::2], strict=True)
+    return [torch.cat([weight.flatten(), bias]) for weight, bias in pairs]
+
+
+def capped(opt: LocoProp) -> list[int]:
+    return [int(layer.counts["capped"]) for layer in opt._layers]
+
+
+@pytest.mark.parametrize("outer", [None, *OUTER])
 @pytest.mark.parametrize("cap", [1e-3, 0.02])
-def test_the_cap_is_relative_to_the_weight(cap: float, apply: str) -> None:
-    outer = {"outer": lambda ps: torch.optim.SGD(ps, lr=0.05 * 4.0)} if apply == "gradient" else {}
-    free = stepped(apply=apply, **outer)[2]
-    _, opt, moved = stepped(cap=cap, apply=apply, **outer)
-    start = weights(network())
-    shortened = 0
-    for change, unbounded, weight in zip(moved, free, start, strict=True):
-        allowed = cap * weight.norm()
-        if unbounded.norm() > allowed:
-            shortened += 1
-            torch.testing.assert_close(change.norm(), allowed)
+def test_the_cap_is_relative_to_the_weight(cap: float, outer: str | None) -> None:
+    """It bounds what is written: an outer optimizer makes of a gradient's length what it likes."""
+    free = stepped(**given(outer))[2]
+    _, opt, moved = stepped(cap=cap, **given(outer))
+    shortened = []
+    norms = [weight.norm() for weight in weights(network())[::2]]
+    for change, unbounded, norm in zip(layers(moved), layers(free), norms, strict=True):
+        shortened.append(int(unbounded.norm() > cap * norm))
+        if shortened[-1]:
+            torch.testing.assert_close(change.norm(), cap * norm)
             torch.testing.assert_close(change / change.norm(), unbounded / unbounded.norm())
         else:
-            assert_close(change, unbounded)
-    assert shortened > 0
-    assert sum(int(layer.counts["capped"]) for layer in opt._layers) > 0
+            assert torch.equal(change, unbounded)
+    assert any(shortened)
+    assert capped(opt) == shortened
 
 
-def test_the_cap_is_relative_to_the_backprop_step() -> None:
-    lengths = [0.05 * 4.0 * g.norm() for g in gradients(network())]
-    moved = stepped(cap=1.5, cap_by="backprop")[2]
-    free = stepped()[2]
+@pytest.mark.parametrize("outer", [None, "sgd"])
+def test_the_cap_is_relative_to_the_backprop_step(outer: str | None) -> None:
+    """Plain SGD's is that step: the cap is relative to what the outer optimizer would have done."""
+    lengths = [0.05 * 4.0 * g.norm() for g in layers(gradients(network()))]
+    moved = layers(stepped(cap=1.5, cap_by="backprop", **given(outer))[2])
+    free = layers(stepped(**given(outer))[2])
     for change, unbounded, step in zip(moved, free, lengths, strict=True):
         torch.testing.assert_close(change.norm(), torch.minimum(unbounded.norm(), 1.5 * step))
     assert any(u.norm() > 1.5 * step for u, step in zip(free, lengths, strict=True))
 
 
-def test_a_wide_cap_changes_nothing() -> None:
-    assert_close(stepped(cap=1e9)[2], stepped()[2])
+@pytest.mark.parametrize("cap_by", ["weight", "backprop"])
+@pytest.mark.parametrize("outer", [None, *OUTER])
+@pytest.mark.parametrize("local_steps", [1, 6])
+def test_a_wide_cap_changes_nothing(local_steps: int, outer: str | None, cap_by: str) -> None:
+    options = {"steps": 3, "local_steps": local_steps, **given(outer)}
+    _, opt, moved = stepped(cap=1e9, cap_by=cap_by, **options)
+    for ours, theirs in zip(moved, stepped(**options)[2], strict=True):
+        assert torch.equal(ours, theirs)
+    assert capped(opt) == [0, 0, 0]
 
 
-def test_a_displacement_of_zero_stays_zero() -> None:
-    zero = torch.zeros(3)
-    assert shorten(zero, zero, 1.0) == 1
-    assert shorten(torch.ones(3), zero, 1.0) == 0
+@pytest.mark.parametrize("cap_by", ["weight", "backprop"])
+@pytest.mark.parametrize("outer", [None, *OUTER])
+@pytest.mark.parametrize("bias", [0.0, 1e-9])
+def test_biases_that_start_at_zero_move(bias: float, outer: str | None, cap_by: str) -> None:
+    """As far as the layer may, from zero and from next to it."""
+    moved = []
+    for start in (bias, 0.1):
+        model = network()
+        for layer in (model[0], model[2], model[4]):
+            nn.init.constant_(layer.bias, start)  # type: ignore[arg-type]
+        opt = loco(model, cap=0.01, cap_by=cap_by, **given(outer))
+        before = weights(model)
+        cross_entropy(model(X), Y).backward()
+        opt.step()
+        moved.append([b - a for a, b in zip(before, weights(model), strict=True)])
+    near_zero, away = moved
+    for change, other in zip(near_zero[1::2], away[1::2], strict=True):
+        assert change.norm() > 0.3 * other.norm() > 0
+
+
+@pytest.mark.parametrize("outer", [None, "sgd", "adamw"])
+def test_a_weight_of_zero_is_not_capped(outer: str | None) -> None:
+    """The second matrix of a LoRA pair: zero at first, and capped by its norm from then on."""
+
+    def after(steps: int, cap: float | None) -> Tensor:
+        torch.manual_seed(0)
+        down, up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
+        nn.init.zeros_(up.weight)
+        model = nn.Sequential(down, up).double()
+        opt = loco(model, cap=cap, **given(outer))
+        for _ in range(steps):
+            opt.zero_grad()
+            cross_entropy(model(X), Y).backward()
+            opt.step()
+        return up.weight.detach()
+
+    first, second = after(1, cap=0.01), after(2, cap=0.01)
+    assert first.any()
+    assert torch.equal(first, after(1, cap=None))
+    torch.testing.assert_close((second - first).norm(), 0.01 * first.norm())
+
+
+def test_a_bias_is_capped_by_a_frozen_weight() -> None:
+    for options in ({}, given("adamw")):
+        model = network()
+        for layer in (model[0], model[2], model[4]):
+            layer.weight.requires_grad_(False)  # type: ignore[union-attr]
+        opt = loco(model, cap=1e-3, **options)
+        before = weights(model)
+        cross_entropy(model(X), Y).backward()
+        opt.step()
+        moved = [(b - a).norm() for a, b in zip(before, weights(model), strict=True)]
+        expected = [1e-3 * weight.norm() for weight in before[::2]]
+        assert_close(moved[1::2], expected)
+        assert not any(moved[::2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_factor(dtype: torch.dtype) -> None:
+    zero, one = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
+    assert shorten([zero], [zero], 1.0) == 1
+    assert shorten([one], [zero], 1.0) == 1
+    assert shorten([zero], [one], 1.0) == 1
+    assert shorten([2 * one, one], [one], 1.0) == pytest.approx(5**-0.5)
+    assert shorten([one], [4 * one], 0.5) == 1
+    large = torch.full((100,), 6e4, dtype=dtype)  # whose norm float16 cannot hold
+    assert shorten([large], [large], 0.5) == 0.5
 
 
 # Gate -------------------------------------------------------------------------------------------
@@ -129,6 +233,52 @@ def test_every_other_step_is_a_backprop_step(solver: str) -> None:
             cross_entropy(each(X), Y).backward()
             optimizer.step()
         assert_close(weights(model), weights(plain) if step % 2 == 0 else expected)
+
+
+RHO, MU, EPS = 0.8, 0.6, 1e-3
+
+
+def by_hand(solver: str, g: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    """TensorFlow's rules at the rate 0.05: what to subtract, and the new state."""
+    m = state["momentum"]
+    if solver == "momentum":
+        m = MU * m + g
+        return 0.05 * m, {"momentum": m}
+    v = RHO * state["square"] + (1 - RHO) * g**2
+    if solver == "rmsprop":
+        m = MU * m + 0.05 * g / (v + EPS).sqrt()
+        return m, {"square": v, "momentum": m}
+    m, t = MU * m + (1 - MU) * g, state["step"] + 1
+    rate = 0.05 * (1 - RHO**t).sqrt() / (1 - MU**t)
+    return rate * m / (v.sqrt() + EPS), {"step": t, "square": v, "momentum": m}
+
+
+@pytest.mark.parametrize("solver", ["momentum", "rmsprop", "adam"])
+def test_the_steps_between_are_one_iteration_of_the_solver(solver: str) -> None:
+    """With the state that local problems have left, and left for the next of them."""
+    model = network()
+    options = {"solver": solver, "momentum": MU, "decay": RHO, "eps": EPS, "gamma": 4.0}
+    opt = loco(model, every=3, **options)
+    for step in range(6):
+        model.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        expected, states = [], []
+        if step % 3 == 0:
+            full = loco(other := copy.deepcopy(model), **options)
+            for p, twin in zip(model.parameters(), other.parameters(), strict=True):
+                full.state[twin].update({k: t.clone() for k, t in opt.state[p].items()})
+            cross_entropy(other(X), Y).backward()
+            full.step()
+            expected, states = weights(other), [full.state[p] for p in other.parameters()]
+        else:
+            for p, g in zip(model.parameters(), gradients(model), strict=True):
+                change, state = by_hand(solver, 4.0 * g, opt.state[p])
+                expected.append(p.detach() - change)
+                states.append(state)
+        opt.step()
+        assert_close(weights(model), expected)
+        for p, state in zip(model.parameters(), states, strict=True):
+            assert_close([opt.state[p][key] for key in state], list(state.values()))
 
 
 def test_only_the_named_layers_have_local_problems() -> None:

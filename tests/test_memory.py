@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
-from torch_locoprop.solvers import joined
+from torch_locoprop.solvers import Exact, joined
 from torch_locoprop.study.figures.memory import LiveBytes
 
 WIDTHS = (64, 96, 32, 80, 48)
@@ -128,6 +129,60 @@ def test_locoprop_s_is_independent_of_the_batch_beyond_the_plain_step() -> None:
     first, second = (peak(loco("locoprop-s"), b) - peak(plain, b) for b in (2048, 4096))
     assert kept(loco("locoprop-s"), 2048) - kept(plain, 2048) <= kept_by_table("locoprop-s", 2048)
     assert second <= first + SCALARS
+
+
+ROWS = 4096
+SQUARE = 64 * 65  # XᵀX and Xᵀ1
+CLOSED_FORM = Exact(decay=0.9, every=2, damping=1e-3)
+
+
+def held_of_rows(layer: nn.Module, x: Tensor, steps: int = 3, **options: Any) -> list[int]:
+    """Numbers held of a layer's rows after each backward pass; behind it is a norm."""
+    model = nn.Sequential(layer, nn.GroupNorm(2, 16))
+    fallback = lambda params: torch.optim.SGD(params, lr=1e-3)  # noqa: E731
+    held = []
+    opt = LocoProp(model, lr=1e-5, fallback=fallback, **options)
+    for _ in range(steps):
+        out = model(x)
+        with LiveBytes() as count:
+            out.square().mean().backward()
+            before = sum(p.grad.numel() for p in model.parameters() if p.grad is not None)
+            held.append(count.now // 4 - before)
+        own = opt._layers[0].calls[0].x.numel()  # as large as the input, which is the loop's too
+        held[-1] += own
+        del out
+        opt.step()
+        opt.zero_grad()
+    return held
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"variant": "locoprop-s"}, [SQUARE] * 3),
+        ({"variant": "locoprop-s", "solver": CLOSED_FORM}, [SQUARE] * 3),
+        ({"variant": "locoprop-m"}, [ROWS * 64, SQUARE, SQUARE]),  # once it is known to take S
+        ({"variant": "locoprop-m", "solver": CLOSED_FORM}, [ROWS * 64, SQUARE, SQUARE]),
+        ({"variant": "locoprop-s", "solver": "exact"}, [2 * SQUARE] * 3),  # in float64
+        ({"variant": "locoprop-s", "local_steps": 1}, [0] * 3),
+        ({"variant": "locoprop-m", "local_steps": 1}, [0] * 3),
+        ({"variant": "locoprop-s", "every": 2}, [SQUARE, 0, SQUARE]),
+    ],
+)
+def test_what_a_squared_loss_keeps(options: dict[str, Any], expected: list[int]) -> None:
+    found = held_of_rows(nn.Linear(64, 16), torch.randn(ROWS, 64), **options)
+    for own, most in zip(found, expected, strict=True):
+        assert own <= most + SCALARS, (found, expected)
+
+
+@pytest.mark.parametrize("channels", [3, 16])
+@pytest.mark.parametrize("solver", ["sgd", CLOSED_FORM])
+def test_what_convolutions_keep(channels: int, solver: Any) -> None:
+    n, x = 9 * channels, torch.randn(16, channels, 40, 40)
+    own = {"variant": "locoprop-s", "solver": solver}
+    assert x.numel() > n * n + n
+    for held in held_of_rows(nn.Conv2d(channels, 16, 3), x, **own):
+        assert held <= n * n + n + SCALARS
 
 
 @each_variant

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -263,3 +264,103 @@ def test_parameters_that_are_no_longer_the_layers_own(how: str) -> None:
     with pytest.raises(RuntimeError, match=r"layer '2' are not those.*Make a new optimizer"):
         opt.step()
     assert "make a new optimizer" in opt.summary()
+
+
+class Followed(nn.Module):
+    """Ends in operations without parameters, behind a transfer."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 5).double(), nn.Linear(5, 5).double()
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(torch.relu(self.two(torch.tanh(self.one(x)))))
+
+
+ENDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "prototypes": lambda h: h @ batch(3, 5).t(),
+    "unit length": lambda h: F.normalize(h, dim=-1),
+    "nothing": lambda h: h,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "given", [{"output_transfer": "softmax"}, {"loss_fn": nn.CrossEntropyLoss()}]
+)
+def test_a_transfer_that_was_found_is_not_the_one_inside_the_loss(
+    end: str, given: dict[str, Any]
+) -> None:
+    model = Followed(ENDS[end])
+    opt = LocoProp(model, **given)
+    z = model(batch(8, 4))
+    F.cross_entropy(z @ z.t(), torch.arange(8)).backward()
+    opt.step()
+    assert transfers_of(opt) == {"one": "tanh", "two": "relu"}
+
+
+def test_labels_are_not_drawn_in_front_of_further_operations() -> None:
+    model = Followed(ENDS["prototypes"])
+    opt = LocoProp(model, variant="natural-s", output_transfer="softmax")
+    with pytest.raises(RuntimeError, match="the model ends in something else"):
+        model(batch(8, 4))
+    assert not opt.state
+
+
+def by_hand(a: Tensor) -> Tensor:
+    return (F.softplus(a) - 0.3 * a).sum()
+
+
+def of_probabilities(a: Tensor) -> Tensor:
+    return F.binary_cross_entropy(torch.sigmoid(a), torch.full_like(a, 0.3), reduction="sum")
+
+
+def of_the_difference(a: Tensor) -> Tensor:
+    return (a - 0.3).square().sum()
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("loss", [by_hand, of_probabilities, of_the_difference])
+def test_what_a_loss_does_with_the_output_does_not_matter(
+    loss: Callable[[Tensor], Tensor], closure: bool
+) -> None:
+    """The transfer inside it is given, whether the loss itself can be searched or not."""
+    model = tanh_net()
+    opt = LocoProp(model, lr=1e-4, output_transfer="sigmoid")
+
+    def backward() -> Tensor:
+        found = loss(model(batch(8, 4)))
+        found.backward()
+        return found
+
+    if closure:
+        opt.step(backward)
+    else:
+        backward()
+        opt.step()
+    assert transfers_of(opt) == {**EXPECTED, "4": "sigmoid"}
+    assert [layer.is_output for layer in opt._layers] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "end", [lambda p: p, torch.log, lambda p: p.clamp(1e-6, 1), lambda p: p.transpose(0, 1)]
+)
+def test_a_transfer_in_the_model_that_is_given_too(end: Callable[[Tensor], Tensor]) -> None:
+    """It is the output's; labels are drawn from it."""
+
+    class Probabilities(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tanh_net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return end(torch.softmax(self.net(x), dim=-1))
+
+    model = Probabilities()
+    for options in ({}, {"variant": "natural-s"}):
+        opt = LocoProp(model, lr=1e-4, output_transfer="softmax", **options)
+        step(model, opt, batch(8, 4))
+        assert list(transfers_of(opt).values()) == list(EXPECTED.values())
+        assert opt._layers[-1].is_output

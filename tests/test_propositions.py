@@ -201,7 +201,7 @@ def test_objective_has_the_gradient_the_solvers_follow() -> None:
             p.grad = None
         opt = LocoProp(model, variant=name, gamma=2.0, output_transfer="sigmoid")
         layer = opt._layers[1]
-        layer.condense_for = 0  # keep the rows
+        layer.use_of_rows = None  # keep the rows
         cross_entropy(model(x), y).backward()
         g, v = layer.gradients(), layer.post_gradients()
         w, b = layer.tensors["weight"], layer.tensors["bias"]

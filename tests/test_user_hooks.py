@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
@@ -80,3 +81,26 @@ def test_the_optimizer_can_be_removed_for_good() -> None:
         sgd.step()
     assert_close(weights(model), weights(other), 0.0)
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_traced_model_has_nothing_of_ours() -> None:
+    model, x = network(), batch(*SHAPE)
+    opt = LocoProp(model, lr=1e-2)
+    traced = torch.jit.trace(model, (x,))
+    assert "unsafe_view" not in str(traced.inlined_graph)
+    assert all(not layer.calls for layer in opt._layers)
+    model(x).square().sum().backward()
+    opt.step()
+    assert_close([traced(x)], [model(x)])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_model_is_scripted_before_the_optimizer_is_made_or_after_it_is_gone() -> None:
+    model, x = network(), batch(*SHAPE)
+    opt = LocoProp(model)
+    with pytest.raises(AttributeError, match="Delete the optimizer first"):
+        torch.jit.script(model)
+    del opt
+    gc.collect()
+    assert_close([torch.jit.script(model)(x)], [model(x)])

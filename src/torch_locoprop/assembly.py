@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch_locoprop.assignment import effective_variant
 from torch_locoprop.exchange import Exchange, averaged
 from torch_locoprop.fisher import running_average, second_moment
-from torch_locoprop.gram import Gram
+from torch_locoprop.gram import Gram, Use
 from torch_locoprop.groups import Group, decayed, numbers
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
@@ -21,6 +21,8 @@ from torch_locoprop.settings import Components
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Solver
 from torch_locoprop.transfers import Linear
 from torch_locoprop.variants import VARIANTS, Variant
+
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -35,17 +37,21 @@ class Method:
 
 def method_for(layer: ServedLayer, group: Group, components: Components) -> Method:
     """What serves a layer in this step."""
+    method = planned_method(layer, group, components)
+    rows = layer.has_rows if layer.together is None else layer.together.all_have_rows
+    return method if rows else backprop_step(method)
+
+
+def planned_method(layer: ServedLayer, group: Group, components: Components) -> Method:
+    """What serves a layer in this step if there are rows."""
     variant, _ = effective_variant(components.variant(group), layer)
     if variant.output_by_gradient_descent and layer.is_output:
         return Method(variant, SOLVERS["sgd"], REGULARIZERS["none"], local_steps=1)
     method = Method(
         variant, components.solver(group), components.regularizer(group), group["local_steps"]
     )
-    if group["steps"] % group["every"] != 0:
-        method = backprop_step(method)
-        return replace(method, solver=SOLVERS["sgd"]) if _is_exact(method) else method
-    rows = layer.has_rows if layer.together is None else layer.together.all_have_rows
-    return method if rows else backprop_step(method)
+    between = group["steps"] % group["every"] != 0
+    return backprop_step(method) if between or layer.obstacle else method
 
 
 def local_problems_before(group: Group) -> int:
@@ -59,9 +65,8 @@ def _is_exact(method: Method) -> bool:
 
 def backprop_step(method: Method) -> Method:
     """One local iteration: all that is left for a layer with a gradient but no rows or no Fisher."""
-    return replace(
-        method, variant=VARIANTS["locoprop-s"], regularizer=REGULARIZERS["none"], local_steps=1
-    )
+    solver = SOLVERS["sgd"] if _is_exact(method) else method.solver
+    return Method(VARIANTS["locoprop-s"], solver, REGULARIZERS["none"], local_steps=1)
 
 
 def local_problem(
@@ -80,7 +85,7 @@ def local_problem(
     trained = layer.with_gradient
     group = group_of[layer.given[0]]
     kind, x = layer.kind, layer.inputs()
-    _check_rows(layer, x, method)
+    _check_rows(layer, x)
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
@@ -125,11 +130,13 @@ def local_problem(
     )
 
 
-def _check_rows(layer: ServedLayer, x: Any, method: Method) -> None:
+def _check_rows(layer: ServedLayer, x: Any) -> None:
     """Raise if settings changed after the backward pass to such as need what was not recorded."""
-    quadratic = method.variant.loss.is_quadratic(layer.transfer or Linear())
-    served = isinstance(method.solver, FirstOrder) and (quadratic or method.local_steps == 1)
-    if isinstance(x, Gram) and not served:
+    if not isinstance(x, Gram) or layer.use_of_rows is None:
+        return
+    use = layer.use_of_rows(layer, layer.with_gradient)
+    thinned = any(call.kept is not None for call in layer.calls)
+    if thinned or not x.serves(use, layer.tensors["weight"]):
         raise RuntimeError(
             f"The settings of layer {layer.name!r} were changed between backward() and step() to "
             "some that need its inputs, of which only a summary was kept. Change settings before "
@@ -137,17 +144,36 @@ def _check_rows(layer: ServedLayer, x: Any, method: Method) -> None:
         )
 
 
-def gradients_by_gram(layer: ServedLayer, group: Group, components: Components) -> int:
-    """How many gradients the next step takes through XᵀX alone; 0 if it may need the rows.
+def use_of_rows(
+    group: Group,
+    components: Components,
+    states: Mapping[Tensor, Tensors],
+    diagnosed: bool,
+    layer: ServedLayer,
+    moved: Collection[str],
+) -> Use | None:
+    """What the next step, which moves these tensors, makes of a layer's rows; None: it may need all.
 
-    What is known of transfers has no part in it: a resumed run knows none before its first step, and
-    must round as the one did that went on.
+    As long as a layer's transfer is not known, only one iteration is known to need none.
     """
-    loss, solver = components.variant(group).loss, components.solver(group)
-    by_rows = layer.needs or group["max_rows"] is not None or not isinstance(solver, FirstOrder)
-    if by_rows or loss.uses_transfer or not loss.is_quadratic(Linear()):
-        return 0
-    return int(group["local_steps"]) - 1
+    asked, method = components.variant(group), planned_method(layer, group, components)
+    variant, exact = method.variant, _is_exact(method)
+    targets = (asked.target, variant.target)
+    if method.regularizer.needs or not all(target.knows_first_gradient for target in targets):
+        return None
+    weight = layer.kind.matrix("weight", layer.tensors["weight"])
+    columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
+    owner = layer.tensors["weight" if "weight" in moved else "bias"]
+    number = local_problems_before(group)
+    use = method.solver.use_of_rows(method.local_steps, number, states.get(owner, {}), columns)
+    if use is not None and (group["gate"] or diagnosed):
+        use = use._replace(gradients=use.gradients + 1)
+    if use is None or not (use.is_any or exact):
+        return use
+    settled = layer.decided or layer.explicit or not asked.loss.uses_transfer
+    if not settled or group["max_rows"] is not None or (exact and variant.loss.uses_transfer):
+        return None
+    return use if variant.loss.is_quadratic(layer.transfer or Linear()) else None
 
 
 def _post_gradients(layer: ServedLayer, x: Any) -> Tensor | None:
@@ -175,14 +201,6 @@ def asks_for_fisher(method: Method) -> Any:
         if "fisher" in component.needs:
             return component
     return None
-
-
-def full_precision(layers: list[ServedLayer]) -> AbstractContextManager[object]:
-    """Local problems are solved in the precision of the weights, inside autocast too."""
-    kind = layers[0].given[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return nullcontext()
-    return torch.autocast(kind, enabled=False)
 
 
 def loss_terms(layers: list[ServedLayer]) -> int:

@@ -21,11 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import detection, transfers
+from torch_locoprop.assignment import NESTED
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.exchange import averaging
 from torch_locoprop.fisher import sampled_output_gradient
 from torch_locoprop.layers import layer_kind
-from torch_locoprop.served import Call, CompiledCall, ServedLayer
+from torch_locoprop.served import Call, CompiledCall, CompiledGraph, ServedLayer
 from torch_locoprop.transfers import Transfer
 
 
@@ -61,6 +62,8 @@ class Capture:
         self._handles = handles
         self._cells: weakref.WeakSet[_Cell] = weakref.WeakSet()
         self._layer_of: dict[nn.Parameter, ServedLayer] = {}
+        self.graphs: set[CompiledGraph] = set()  # that call a watched layer
+        self.leaves: set[int] = set()  # of operations outside of layers, by id
         weakref.finalize(self, _remove, handles)
         _captures.add(self)
 
@@ -93,7 +96,7 @@ class Capture:
         layer = self.layers.get(module)
         x: Tensor = args[0] if args else kwargs["input"]
         if self.tracing:
-            detection.trace(x.grad_fn, LAYER_INPUT, self.record_post_gradients)
+            self._search(x, LAYER_INPUT)
         plain = _not_a_view(out)
         assert plain.grad_fn is not None
         node = detection.matmul_node(plain.grad_fn)
@@ -102,13 +105,20 @@ class Capture:
             self._follow_gradients(layer)
             recomputed = torch._C._current_graph_task_id() != -1
             self.tracing |= not layer.decided  # a layer thawed since the last step
+            call = _call(layer, x, out, mark)
             traced = self.tracing and not recomputed
-            cell = _Cell(Call(x.detach(), mark, out.shape, traced=traced, recomputed=recomputed))
+            cell = _Cell(replace(call, traced=traced, recomputed=recomputed))
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
-        if self._in_forward is not None and self._seed is not None:
+        if self._in_forward is not None and self._seed is not None and not out.is_nested:
             self._in_forward.append(_Output(layer, mark, plain, kind.features))
         return None if plain is out else plain
+
+    def _search(self, tensor: Tensor, sink: Mark) -> None:
+        leaves = detection.trace(tensor.grad_fn, sink, self.record_post_gradients)
+        if not _is_scalar(tensor):  # a loss, which may have a penalty on weights
+            for each in _captures:  # who else searches here finds the graph marked
+                each.leaves |= leaves
 
     def _follow_gradients(self, layer: ServedLayer) -> None:
         """Hear of gradients that accumulate; a parameter frozen so far can be followed only now."""
@@ -124,6 +134,7 @@ class Capture:
         layer = self.layers.get(module)
         if layer is not None and layer.trained:
             self._follow_gradients(layer)
+            self.tracing |= not layer.decided  # around the graph
 
     def record_compiled(self, layer: nn.Module, x: Tensor, g: Tensor, call: CompiledCall) -> None:
         """The backward pass of a compiled graph has reached a layer with the gradient ``g``."""
@@ -131,7 +142,9 @@ class Capture:
         if served is not None and served.trained:
             # Copies, for a compiled graph may write its next result where these stand.
             kept = None if served.needs.isdisjoint({"g", "v"}) else g.clone()
-            recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call)
+            beyond = detection.running_mark()  # its own, where the graph runs as it was traced
+            beyond = None if beyond is call.mark else beyond
+            recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call, beyond=beyond)
             served.record(recorded, torch._C._current_graph_task_id())
 
     def _record(self, layer: ServedLayer, cell: _Cell, g: Tensor) -> None:
@@ -142,12 +155,13 @@ class Capture:
         if cell.call is None:  # a second pass through a graph whose step was taken
             return
         call = replace(cell.call, sampled=cell.sampled)
-        if "v" in layer.needs:
+        needs = frozenset() if layer.obstacle else layer.needs
+        if "v" in needs:
             call = _with_post_gradient(call, layer, g)
         # Where the transfer was missed, in this pass or in another that adds to it, ∂L/∂a tells ∂L/∂y.
         several = cell.recorded or _keeps_graph()
-        for_v = "v" in layer.needs and (several or not layer.has_v(call))
-        if "g" in layer.needs or for_v:
+        for_v = "v" in needs and (several or not layer.has_v(call))
+        if "g" in needs or for_v:
             call = replace(call, g=g)
         cell.recorded = True
         layer.record(call, torch._C._current_graph_task_id())
@@ -170,8 +184,8 @@ class Capture:
         if not torch.is_grad_enabled():
             return
         if self.tracing:
-            for tensor in _tensors(output):
-                detection.trace(tensor.grad_fn, MODEL_OUTPUT, self.record_post_gradients)
+            for tensor in sorted(_tensors(output), key=_is_scalar):
+                self._search(tensor, MODEL_OUTPUT)
         if self._seed is not None and calls:
             self._sample(calls, self._seed)
             self._seed += 1
@@ -182,7 +196,7 @@ class Capture:
         wanted = [call.layer.trained[-1] for call in calls if call.layer and call.layer.trained]
         if not wanted:
             return
-        outputs = [call for call in calls if detection.resolve(call.mark, 0).is_output]
+        outputs = [call for call in calls if call.predicts(self._output_transfer)]
         if not outputs:
             raise RuntimeError(
                 "Labels are drawn from the output of the model's last Linear layer, but the model "
@@ -205,6 +219,16 @@ class Capture:
             self._sampling = False
 
 
+def _call(layer: ServedLayer, x: Tensor, out: Tensor, mark: Mark) -> Call:
+    """What the forward pass tells of a call; of nested tensors that is no rows."""
+    if x.is_nested:
+        layer.obstacle = NESTED
+        rows = layer.kind.collect([], [], layer.tensors["weight"])
+        return Call(rows, mark, torch.Size((0, layer.width)))
+    version = None if x.is_inference() else x._version
+    return Call(x.detach(), mark, out.shape, version=version)
+
+
 def _with_post_gradient(call: Call, layer: ServedLayer, g: Tensor) -> Call:
     """The call with ∂L/∂y that this pass left behind its transfer, in the shape of ∂L/∂a."""
     finding = detection.resolve(call.mark, layer.last_width)
@@ -223,10 +247,19 @@ class _Output(NamedTuple):
     a: Tensor
     features: int  # which dimension of it they are
 
+    def predicts(self, transfer: Transfer | None) -> bool:
+        """Whether the model ends in it, or in the transfer behind it, and not in more."""
+        finding = detection.resolve(self.mark, self.a.shape[-1] if self.features == -1 else 0)
+        consumer = finding.consumer
+        ends = consumer is None or MODEL_OUTPUT in consumer.consumers
+        return finding.is_output and (ends or finding.transfer == self._own(transfer))
+
+    def _own(self, transfer: Transfer | None) -> Transfer | None:
+        return self.layer.transfer if self.layer and self.layer.explicit else transfer
+
     def sampled_gradient(self, transfer: Transfer | None, generator: torch.Generator) -> Tensor:
         """∂L/∂a for labels drawn from what the transfer predicts."""
-        if self.layer is not None and self.layer.explicit:
-            transfer = self.layer.transfer
+        transfer = self._own(transfer)
         a = self.a.detach().movedim(self.features, -1)
         found = sampled_output_gradient(transfer or transfers.Linear(), a, generator)
         return found.movedim(-1, self.features)
@@ -282,8 +315,18 @@ class _Hook:
 
             if not taps.needs_python(self._key):
                 return taps.trace(self._key, self._method, args)
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            return None
         capture = self._capture()
         return None if capture is None else getattr(capture, self._method)(*args)
+
+    @property
+    def __name__(self) -> str:  # asked for by torch.jit.script, which compiles hooks
+        raise AttributeError(
+            "torch.jit.script cannot compile LocoProp's hooks, which a model has while the optimizer "
+            "lives, and copies made meanwhile keep. Delete the optimizer first, or use torch.export or "
+            "torch.jit.trace."
+        )
 
     @property
     def inert(self) -> bool:
@@ -384,6 +427,10 @@ def _not_a_view(out: Tensor) -> Tensor:
     if not directly_above or base.numel() != out.numel():
         return out
     return torch.ops.aten._unsafe_view.default(base, out.shape)  # type: ignore[no-any-return]
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return tensor.dim() == 0
 
 
 def _tensors(output: object) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -49,7 +50,7 @@ class Finding:
     reason: str
     is_output: bool  # its pre-activation or transfer is what the model ends in
     consumer: Mark | None = None
-    inside_loss: bool = False  # the layer's own output is what the model returns
+    inside_loss: bool = False  # the layer's own output is what the model returns, at its end
 
 
 # Nodes that only rearrange or convert what they are given, keeping the order of its elements.
@@ -89,6 +90,7 @@ _INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {
     "MseLossBackward0": lambda node: transfers.Linear(),
 }
 
+_COMPILED = "followed by CompiledFunction"
 _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBackward0"}
 
 
@@ -111,12 +113,26 @@ def mark_layer(node: Node) -> Mark:
     return mark
 
 
-def trace(root: Node | None, sink: Mark, record_gradients: bool = False) -> None:
-    """Search from ``root``, consumed by ``sink``, back to the layers it was computed from."""
+def running_mark() -> Mark | None:
+    """What is known of the node whose backward runs now."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else _notes(node).get(KEY)
+
+
+def trace(root: Node | None, sink: Mark, record_gradients: bool = False) -> set[int]:
+    """Search from ``root``, consumed by ``sink``, back to the layers it was computed from.
+
+    Returns the ids of the leaves that were met outside of layers.
+    """
+    leaves: set[int] = set()
     stack = [(root, sink)]
     while stack:
         node, consumer = stack.pop()
-        if node is None or not node.next_functions:
+        if node is None:
+            continue
+        if not node.next_functions:
+            if consumer.operation != _COMPILED:  # whose layers are inside
+                leaves.add(id(getattr(node, "variable", None)))
             continue
         mark = _notes(node).get(KEY)
         if mark is not None:
@@ -126,6 +142,7 @@ def trace(root: Node | None, sink: Mark, record_gradients: bool = False) -> None
         if node.name() not in _TRANSPARENT:
             consumer = _mark_operation(node, consumer, record_gradients)
         stack += [(below, consumer) for below in _inputs(node, consumer)]
+    return leaves
 
 
 def resolve(mark: Mark, width: int) -> Finding:
@@ -134,22 +151,31 @@ def resolve(mark: Mark, width: int) -> Finding:
     consumers = [c for c in mark.consumers if c is not MODEL_OUTPUT]
     if not consumers:
         return Finding(None, "", is_output=True, inside_loss=True)
+    inside_loss = is_output and MODEL_OUTPUT in mark.consumers
     if len(consumers) > 1:
         names = ", ".join(sorted(c.operation for c in consumers))
-        return Finding(None, f"its output feeds several operations ({names})", is_output=False)
+        reason = f"its output feeds several operations ({names})"
+        return Finding(None, reason, inside_loss, inside_loss=inside_loss)
     consumer = consumers[0]
     if consumer is LAYER_INPUT:
         return Finding(transfers.Linear(), "", is_output)
     if consumer.transfer == transfers.ReLU() and [c.operation for c in consumer.consumers] == [
         "square"
     ]:
-        return Finding(transfers.SquaredReLU(), "", is_output, consumer.consumers[0])
+        return Finding(transfers.SquaredReLU(), "", is_output, consumer.consumers[0], inside_loss)
     transfer = consumer.transfer
     if transfer is None or (consumer.inside_loss and not is_output):
-        return Finding(None, consumer.operation, is_output=False)
+        return Finding(None, consumer.operation, inside_loss, inside_loss=inside_loss)
     if not transfer.elementwise and (width == 1 or consumer.width != width):
-        return Finding(None, "its softmax is not over the layer's features", is_output)
-    return Finding(transfer, "", is_output, consumer)
+        reason = "its softmax is not over the layer's features"
+        return Finding(None, reason, is_output, inside_loss=inside_loss)
+    return Finding(transfer, "", is_output, consumer, inside_loss)
+
+
+def is_last(mark: Mark) -> bool:
+    """Whether nothing follows but a loss."""
+    in_loss = all(consumer.inside_loss for consumer in mark.consumers)
+    return not _reaches_layer(mark) and (in_loss or MODEL_OUTPUT in mark.consumers)
 
 
 def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
@@ -191,8 +217,9 @@ def _has_parameters(node: Node) -> bool:
 
 
 def _shape(node: Any) -> list[int]:
-    """The shape of what a node computes."""
-    return list(node._input_metadata[0].shape) if node._input_metadata else []
+    """The shape of what a node computes; empty where it is not one of plain numbers."""
+    known = node._input_metadata
+    return list(known[0].shape) if known and not known[0].is_nested_tensor else []
 
 
 def _notes(node: Any) -> dict[str, Mark]:

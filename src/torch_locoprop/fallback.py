@@ -65,13 +65,15 @@ def move_state(optimizer: torch.optim.Optimizer) -> None:
 
 def check_recorded(layers: Iterable[ServedLayer]) -> None:
     """Raise if no backward pass has gone through any of the layers with a gradient."""
-    if not any(layer.calls for layer in layers):
+    if not any(layer.calls or layer.obstacle for layer in layers):
         raise RuntimeError(
             "No layer recorded a backward pass since the last step, so there is nothing to do. "
             "Call loss.backward() before step() and zero_grad() after it, and compute the loss "
             "with the model this optimizer was made for, with gradients enabled. If that model was "
             "compiled and called before the optimizer was made, call torch.compiler.reset(): what "
-            "is compiled already knows no hooks. Compiled autograd runs none either: turn it off."
+            "is compiled already knows no hooks. If another model of its class is compiled too, set "
+            "torch._dynamo.config.skip_nnmodule_hook_guards = False: the compiler does not tell one "
+            "with hooks from one without. Compiled autograd runs none either: turn it off."
         )
 
 

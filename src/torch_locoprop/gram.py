@@ -9,7 +9,10 @@ so an iteration costs one product with an ``n × n`` matrix instead of two with 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +22,40 @@ Tensors = dict[str, Tensor]
 SMALL = 256  # columns whose products with themselves are computed at once
 
 
+class Use(NamedTuple):
+    """What a step makes of a layer's rows, beyond the gradient that the backward pass has found."""
+
+    gradients: int = 0  # of a squared loss; its value is as much work as one
+    square: bool = False  # XᵀX itself
+    precise: bool = False  # and that in float64
+
+    @property
+    def is_any(self) -> bool:
+        return self.gradients > 0 or self.square
+
+    def dtype(self, like: Tensor) -> torch.dtype:
+        """That of the products for a weight."""
+        return torch.float64 if self.precise else like.dtype
+
+    def is_better(self, x: Tensor, like: Tensor, rows: int) -> bool:
+        """Whether the products of all rows are smaller than x, and no more work than by rows.
+
+        ``like`` is the weight as a matrix ``[..., d, n]``.
+        """
+        n = like.shape[-1]
+        numbers = like[..., :1, :].numel() * (n + 1)
+        if self.precise and like.device.type == "mps":  # which has no float64
+            return False
+        if numbers * self.dtype(like).itemsize >= x.numel() * x.element_size():
+            return False
+        return self.square or saves_work(rows, like.shape[-2], n, self.gradients)
+
+
 @dataclass(frozen=True)
 class Gram:
     """The products of the rows X ``[..., rows, n]`` with themselves and with a constant one."""
 
-    square: Tensor  # XᵀX [..., n, n]
+    square: Tensor  # XᵀX [..., n, n]; empty where no use was to be made of it
     total: Tensor  # Xᵀ1 [..., n]
     rows: int | Tensor
 
@@ -35,8 +67,43 @@ class Gram:
         weighted = weight * x
         return cls(weighted.mT @ x, weighted.sum(-2), weight.sum())
 
+    @classmethod
+    def unknown(cls, like: Tensor, rows: int) -> Gram:
+        """Of rows that nobody will ask for."""
+        return cls(like.new_empty(0, 0), like.new_empty(0), rows)
+
+    @property
+    def is_known(self) -> bool:
+        return self.square.numel() > 0
+
+    def serves(self, use: Use | None, like: Tensor) -> bool:
+        """Whether it is all that such a use needs of the rows."""
+        if use is None or not use.is_any:
+            return use is not None
+        return self.is_known and not (use.precise and self.square.dtype != use.dtype(like))
+
     def __add__(self, other: Gram) -> Gram:
-        return Gram(self.square + other.square, self.total + other.total, self.rows + other.rows)
+        rows = self.rows + other.rows
+        if not (self.is_known and other.is_known):
+            return Gram(self.square[:0, :0], self.total[:0], rows)
+        return Gram(self.square + other.square, self.total + other.total, rows)
+
+    def to(self, dtype: torch.dtype) -> Gram:
+        """The same, rounded to another dtype."""
+        if self.square.dtype == dtype:
+            return self
+        return Gram(self.square.to(dtype), self.total.to(dtype), self.rows)
+
+    def joint(self, weight: bool, bias: bool) -> Tensor:
+        """``[X 1]ᵀ[X 1]``, of the columns that multiply what is trained."""
+        if not bias:
+            return self.square
+        *leading, n = self.total.shape
+        joint = self.total.new_empty(*leading, n + 1, n + 1)
+        joint[..., :n, :n] = self.square
+        joint[..., n, :n] = joint[..., :n, n] = self.total
+        joint[..., n, n] = self.rows
+        return joint if weight else joint[..., n:, n:]
 
     def gradient(self, moved: Tensors) -> Tensors:
         """``(X ΔWᵀ + 1 Δbᵀ)ᵀ [X 1]`` for the displacements of "weight" and "bias" that are there.
@@ -82,6 +149,21 @@ def _fill(square: Tensor, x: Tensor) -> None:
 def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:
     """Whether so many gradients after the first cost less through the Gram matrix than by rows."""
     return rows * n * n + gradients * d * n * n < 2 * gradients * rows * d * n
+
+
+@contextmanager
+def full_products(like: Tensor) -> Iterator[None]:
+    """Products with all digits of float32: those of TF32 do not do for an inverse."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    if not like.is_cuda or before == "ieee":
+        yield
+        return
+    matmul.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before
 
 
 def _add_product(start: Tensor, left: Tensor, right: Tensor) -> Tensor:

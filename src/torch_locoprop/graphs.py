@@ -20,6 +20,7 @@ from torch_locoprop.assembly import local_problems_before, method_for
 from torch_locoprop.groups import LAYER_SETTINGS, Group
 from torch_locoprop.served import Call, ServedLayer
 from torch_locoprop.settings import Components
+from torch_locoprop.solvers import FirstOrder
 from torch_locoprop.transfers import Linear
 
 Trained = dict[ServedLayer, dict[str, nn.Parameter]]  # of each layer, the tensors to be moved
@@ -169,7 +170,7 @@ def work_of(
         if layer.needs or not layer.calls:
             return None
         key += (layer.name, *own, layer.transfer, layer.is_output)
-        key += (layer.decided, layer.explicit, layer.note)
+        key += (layer.decided, layer.explicit, layer.note, layer.obstacle)
         for call in layer.calls:
             read = _inputs(call)
             key += (call.shape, None if call.kept is None else len(call.kept), len(read))
@@ -217,8 +218,9 @@ def _is_fixed(
         method = method_for(layer, group, components)
         variant, solver, transfer = method.variant, method.solver, layer.transfer or Linear()
         parts = (variant.loss, variant.target, method.regularizer, solver, transfer)
-        # The first state is put in its place by the host.
-        settled = solver.name == "sgd" or any(state[p] for p in own.values())
+        # The first state is put in its place by the host: that of each tensor, or of all together.
+        quantity = all if isinstance(solver, FirstOrder) else any
+        settled = solver.name == "sgd" or quantity(bool(state[p]) for p in own.values())
         fixed = solver.is_fixed_work(local_problems_before(group))
         if not settled or not fixed or not all(map(_is_ours, parts)):
             return False
@@ -245,6 +247,8 @@ def _inputs(call: Call) -> list[Tensor]:
     """The tensors of a call that its local problem reads."""
     if call.gram is None:
         return [call.x]
+    if not call.gram.is_known:
+        return []
     rows = call.gram.rows
     return [call.gram.square, call.gram.total, *([rows] if isinstance(rows, Tensor) else [])]
 
@@ -253,6 +257,8 @@ def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
     """The call with other tensors for those of ``_inputs``."""
     if call.gram is None:
         return replace(call, x=next(inputs))
+    if not call.gram.is_known:
+        return call
     gram = replace(call.gram, square=next(inputs), total=next(inputs))
     if isinstance(gram.rows, Tensor):
         gram = replace(gram, rows=next(inputs))

@@ -1,11 +1,13 @@
 """What keeps a local solution from overshooting: a cap on its length, and a gate on its local loss.
 
-Both act on the displacement of one layer and are off unless asked for.
+Both act on the displacement of one layer, weight and bias together, and are off unless asked for. One
+factor for both keeps its direction, along which a convex local loss still falls, and lets a bias that
+is near zero move as far as the layer may.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,30 +27,30 @@ class Guarded:
 
     new: Tensors
     gated: Tensor | None = None  # the BackProp step stands in for it
-    capped: Tensor | None = None  # at least one tensor was shortened
+    capped: Tensor | None = None  # it was shortened
 
 
 def guarded(
     problem: LocalProblem, new: Tensors, *, gate: bool, cap: float | None, cap_by: str
 ) -> Guarded:
-    """The solution, or the BackProp step where the gate closes, no longer than the cap allows."""
+    """The solution, or the BackProp step where the gate closes, no longer than the cap allows.
+
+    What they leave alone they leave to the last bit.
+    """
     if not gate and cap is None:
         return Guarded(new)
-    moved, closed, over = problem.displacement(new), None, None
+    start, closed, over = problem.start, None, None
     backprop = {name: -problem.eta * g for name, g in problem.first_gradient.items()}
     if gate:
         closed = ~falls(problem, new)
-        moved = {name: torch.where(closed, backprop[name], t) for name, t in moved.items()}
+        new = {k: torch.where(closed, start[k] + backprop[k], t) for k, t in new.items()}
     if cap is not None:
-        at = {name: problem.base.get(name, t) for name, t in problem.start.items()}
-        scales = {
-            name: shorten(t, at[name] if cap_by == "weight" else backprop[name], cap)
-            for name, t in moved.items()
-        }
-        moved = {name: t * scales[name] for name, t in moved.items()}
-        over = torch.stack([scale < 1 for scale in scales.values()]).any()
-    found = {name: problem.start[name] + t for name, t in moved.items()}
-    return Guarded(found, closed, over)
+        moved = problem.displacement(new)
+        weight = (problem.fixed | start | problem.base)["weight"]
+        factor = shorten(moved.values(), [weight] if cap_by == "weight" else backprop.values(), cap)
+        over = factor < 1
+        new = {k: torch.where(over, start[k] + factor * moved[k], t) for k, t in new.items()}
+    return Guarded(new, closed, over)
 
 
 def falls(problem: LocalProblem, new: Tensors) -> Tensor:
@@ -82,8 +84,21 @@ def write_if(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         torch.where(ok.to(new.device), new, old, out=old)
 
 
-def shorten(moved: Tensor, reference: Tensor, cap: float) -> Tensor:
-    """The factor, at most one, that makes ``‖moved‖ ≤ cap · ‖reference‖``."""
-    allowed = cap * torch.linalg.vector_norm(reference)
-    length = torch.linalg.vector_norm(moved)
-    return torch.where(length > allowed, allowed / length, torch.ones_like(length))
+def shorten(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:
+    """The factor, at most one, that makes ``‖moved‖ ≤ cap · ‖reference‖``.
+
+    One where the reference is zero, as in LARS: nothing that starts at zero could ever leave it.
+    """
+    length, norm = _norm(moved), _norm(reference)
+    allowed = cap * norm
+    return torch.where((length > allowed) & (norm > 0), allowed / length, torch.ones_like(length))
+
+
+def _norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Of all their entries together, in float32 at least."""
+    norms = [
+        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
+        for t in tensors
+    ]
+    together: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return together

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -14,12 +16,11 @@ from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
     backprop_step,
-    full_precision,
-    gradients_by_gram,
     local_problem,
     loss_terms,
     method_for,
     running_fisher,
+    use_of_rows,
 )
 from torch_locoprop.assignment import (
     NOT_CALLED,
@@ -41,11 +42,18 @@ from torch_locoprop.groups import (
 )
 from torch_locoprop.guards import all_finite, guarded, write_if
 from torch_locoprop.lanes import current, lanes
-from torch_locoprop.outer import OuterFactory, as_gradient, make_outer, outer_factor
+from torch_locoprop.outer import (
+    OuterFactory,
+    as_gradient,
+    capped_step,
+    caps_outer,
+    make_outer,
+    outer_factor,
+)
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.processes import DRIFT, agree, drift_apart
 from torch_locoprop.regularizers import Regularizer
-from torch_locoprop.served import ServedLayer, check_intact
+from torch_locoprop.served import ServedLayer, check_intact, full_precision
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
@@ -55,6 +63,7 @@ from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
 
+_OURS = ("torch", "torch_locoprop")
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
 
 
@@ -90,13 +99,21 @@ class LocoProp(WithFallback):
         maximize: maximize the loss; the fallback has an option of its own for that.
         transfers: the transfer behind a layer, by module name, where detection should not decide.
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
-            to every output layer; name the others of a model with several heads in ``transfers``.
+            to every layer whose own output the model returns; a transfer in the model is found by
+            itself. Name the others of a model with several heads in ``transfers``.
         loss_fn: the loss itself, from which ``output_transfer`` is read.
-        every: solve the local problems in every k-th step; the others are plain BackProp steps.
+        every: solve the local problems in every k-th step; the others are BackProp: one iteration of
+            the solver, with its state (of ``exact``: of ``sgd``).
         max_rows: keep at most so many rows of each call of a layer, drawn at random; each stands for
             several. The first local iteration has the gradient of all. None: all rows.
-        cap: longest displacement of a tensor, relative to the norm that ``cap_by`` names: that of
-            the ``weight``, or of the ``backprop`` step ``lr · gamma · G``. None: no cap.
+        cap: longest displacement of a layer, weight and bias together, relative to the norm that
+            ``cap_by`` names. None: no cap. A norm of zero caps nothing.
+        cap_by: ``weight``, the norm of the layer's weight: with ``apply="gradient"`` this bounds the
+            step that ``outer`` takes, whatever that makes of a gradient, its weight decay included.
+            ``backprop``, that of the step ``lr · gamma · G``: with ``apply="gradient"`` this bounds
+            what ``outer`` is given, relative to the gradient it would have been given. So it bounds
+            the step relative to the outer step where that grows with the gradient, as SGD's does;
+            AdamW and Muon take no notice.
         gate: a layer whose local loss has risen, or whose solution is not finite, takes the BackProp
             step instead. Costs one more product with all rows.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
@@ -230,32 +247,62 @@ class LocoProp(WithFallback):
             with torch.enable_grad():
                 loss = closure()
             self._capture.trace_loss(loss)
-        with full_precision(self._layers):
-            self._advance()
-        return loss
-
-    def _advance(self) -> None:
-        """One step, from what was recorded."""
         check_intact(self._layers)
         trained = {layer: own for layer in self._layers if (own := layer.with_gradient)}
+        if self._leaves_layers_alone(trained, closure is not None and loss is None):
+            self._step_fallback()
+            return loss
         check_recorded(trained)
+        with full_precision(self._layers):
+            self._advance(trained)
+        return loss
+
+    def _leaves_layers_alone(self, trained: graphs.Trained, skipped: bool) -> bool:
+        """Whether this step has no local problems for a good reason.
+
+        All layers with one are frozen and others are not; the closure gave no loss, which is how a
+        batch is skipped; or gradients and rates are zero, which is how a state is asked for.
+        """
+        if any(layer.calls for layer in trained):
+            return False
+        if trained:
+            gradients = [p.grad for own in trained.values() for p in own.values()]
+            still = all(float(group["lr"]) == 0 for group in self._local_groups())
+            return still and not any(bool(g.any()) for g in gradients if g is not None)
+        others = self._fallback.param_groups if self._fallback is not None else []
+        return skipped or any(p.grad is not None for group in others for p in group["params"])
+
+    def _advance(self, trained: graphs.Trained) -> None:
+        """One step, from what was recorded."""
+        overwritten = [layer.name for layer in trained if layer.let_go_of_overwritten()]
+        if overwritten:
+            self._warn_once(
+                "overwritten",
+                f"The input of {', '.join(map(repr, overwritten))} was written to between the forward "
+                "pass and step(). Such a layer takes one BackProp step, and keeps copies of its inputs "
+                "from now on.",
+            )
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
-        in_parts = bool(undecided) and compiled_in_parts(self._layers)
+        in_parts = bool(undecided) and compiled_in_parts(self._layers, self._capture.graphs)
         for layer in undecided:
-            decide(layer, self._output_transfer, self._loss_transfer, in_parts)
+            found = (in_parts, self._capture.leaves)
+            decide(layer, self._output_transfer, self._loss_transfer, *found)
+            layer.condense()  # as it will be from now on, and is after a resumption
         terms = float(loss_terms(self._layers)) if self._loss_sums else 1.0
         if self._capture.processes is not None:
             terms = agree(self._capture.processes, list(trained), terms)
-        directions = self._solve_all(trained, terms)
         if drift_apart(self._capture.processes, self._local_groups(), self._components):
             self._warn_once("processes", DRIFT)
+        directions = self._solve_all(trained, terms)
         if self._outer is not None:
             group_of = self._group_of()
-            self._outer.step(directions, lambda p: outer_factor(group_of[p]))
+            with capped_step(self._apply, trained, group_of):
+                self._outer.step(directions, lambda p: outer_factor(group_of[p]))
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1
-        self._step_fallback()
+        if self._apply != "nothing" or self._outer is not None:
+            self._step_fallback()
         self._plan_capture()
         self._report_skips()
 
@@ -300,7 +347,8 @@ class LocoProp(WithFallback):
         owner, parameter = next(iter(trained.items()))
         group = group_of[layer.given[0]]
         method = method_for(layer, group, self._components)
-        if not layer.calls and layer.together is None:
+        unrecorded = not (layer.calls or layer.copies or layer.obstacle)
+        if unrecorded and layer.together is None:
             if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
                 return {}
             layer.note = layer.note or NOT_CALLED
@@ -342,7 +390,8 @@ class LocoProp(WithFallback):
             for name, state in states.items()
             for pair in solver_state.places(self.state[layer.tensors[name]], state, settled)
         ]
-        found = guarded(problem, new, gate=group["gate"], cap=group["cap"], cap_by=group["cap_by"])
+        cap = None if caps_outer(self._apply, group) else group["cap"]
+        found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
         ok = all_finite(list(found.new.values())) if group["gate"] else settled
         layer.count("skipped", ~ok)
         layer.count("gated", found.gated)
@@ -440,6 +489,11 @@ class LocoProp(WithFallback):
                 "The outer optimizer trains the parameters it was made for. To add some, make a new "
                 "LocoProp."
             )
+        if any(layer.calls for layer in self._layers):
+            raise RuntimeError(
+                "A group was added between backward() and step(): what the layers recorded would be "
+                "lost. Call step() or zero_grad() first."
+            )
         group = self._checked({**self.defaults, **param_group})
         known = {p for own in self.param_groups for p in own["params"]}
         if known & set(group["params"]):
@@ -494,6 +548,7 @@ class LocoProp(WithFallback):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # which torch puts there, and no group knows
         for group in self._local_groups():  # of a version that knew fewer settings
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -527,7 +582,8 @@ class LocoProp(WithFallback):
             variant, _ = effective_variant(self._components.variant(group), layer)
             layer.needs = variant.target.needs | self._components.regularizer(group).needs
             layer.max_rows, layer.row_seed = group["max_rows"], 1000 * steps
-            layer.condense_for = gradients_by_gram(layer, group, self._components)
+            known = (group, self._components, self.state, self._diagnosed is not None)
+            layer.use_of_rows = partial(use_of_rows, *known)
             if "fisher" in layer.needs:
                 draw |= steps % getattr(variant.target, "every", 1) == 0
         self._capture.draw_labels(steps if draw or self._fisher_missing else None)
@@ -562,4 +618,12 @@ class LocoProp(WithFallback):
     def _warn_once(self, topic: str, message: str) -> None:
         if topic not in self._warned:
             self._warned.add(topic)
-            warnings.warn(message, stacklevel=6)
+            warnings.warn(message, stacklevel=_level_of_the_user())
+
+
+def _level_of_the_user() -> int:
+    """The stacklevel at which a warning points at the first caller who is not us nor PyTorch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OURS:
+        frame, level = frame.f_back, level + 1
+    return level

@@ -5,11 +5,15 @@ With the local problem at learning rate η, target distance γ and solution Δ, 
     −Δ / (η γ) ,
 
 which for one plain local iteration is the gradient of the loss itself.
+
+A cap relative to the weight holds for what that optimizer writes: many of them, such as AdamW and Muon,
+take no notice of the length of a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +22,8 @@ from torch.optim import Optimizer
 
 from torch_locoprop.fallback import move_state
 from torch_locoprop.groups import Group
+from torch_locoprop.guards import shorten, write_if
+from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import unknown
 
 APPLY = ("replace", "gradient", "nothing")
@@ -122,3 +128,28 @@ def as_gradient(parameter: nn.Parameter, moved: Tensor, ok: Tensor, group: Group
 def outer_factor(group: Group) -> float:
     """What a schedule has made of the learning rate since the beginning."""
     return float(group["lr"]) / float(group["local_lr"])
+
+
+def caps_outer(apply: str, group: Group) -> bool:
+    """Whether the group's cap is for what the outer optimizer writes, not for what it is given."""
+    return apply == "gradient" and group["cap"] is not None and group["cap_by"] == "weight"
+
+
+@contextmanager
+def capped_step(
+    apply: str,
+    trained: Mapping[ServedLayer, Mapping[str, nn.Parameter]],
+    group_of: Mapping[nn.Parameter, Group],
+) -> Iterator[None]:
+    """Shorten what the outer optimizer does to a layer inside, where :func:`caps_outer`."""
+    capped = [layer for layer in trained if caps_outer(apply, group_of[layer.given[0]])]
+    before = {layer: {p: p.clone() for p in trained[layer].values()} for layer in capped}
+    yield
+    for layer, start in before.items():
+        weight = layer.tensors["weight"]
+        moved = {p: p - old for p, old in start.items()}
+        cap = group_of[layer.given[0]]["cap"]
+        factor = shorten(moved.values(), [start.get(weight, weight)], cap)
+        over = factor < 1
+        write_if(over, [(start[p] + factor * change, p) for p, change in moved.items()])
+        layer.count("capped", over)

@@ -101,8 +101,16 @@ class LocalProblem:
         if self.exchange is not None:
             return self._gram_of_all(d, local_steps - 1)
         if isinstance(self.x, Gram):
-            return self.x
+            return self.x.to(next(iter(self.start.values())).dtype)
         return self.layer.gram(self.x, d, local_steps - 1, self._own_weights)
+
+    def square(self, dtype: torch.dtype) -> Tensor:
+        """``[X 1]ᵀ[X 1]`` of the trained columns and of all rows, each as often as it counts."""
+        if isinstance(self.x, Gram):
+            own = self.x.to(dtype).joint("weight" in self.start, "bias" in self.start)
+            return self.of_all(own * self.row_weight)
+        x = self.inputs.to(dtype)
+        return self.of_all((self.row_weight * x).mT @ x)
 
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
         """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
@@ -124,7 +132,7 @@ class LocalProblem:
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
         penalty = self.regularizer.value(moved, self.eta, self.metric)
         if isinstance(self.x, Gram):
-            curved = self.x.gradient(moved)
+            curved = self.x.to(linear.dtype).gradient(moved)
             half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
             return linear + self.of_all(self.row_weight * half) + penalty
         a = self._forward(at)
@@ -180,13 +188,14 @@ class LocalProblem:
         """That of all rows, weighted, if it is cheaper: by what all processes know, to agree."""
         assert self.exchange is not None
         own, together = self.x, self.exchange.together
+        own = own.to(next(iter(self.start.values())).dtype) if isinstance(own, Gram) else own
         if not isinstance(own, Gram):
-            if not isinstance(own, Tensor) or own.dim() != 2:
-                return None
-            cheaper = saves_work(together.rows, d, own.shape[-1], gradients)
+            linear = isinstance(own, Tensor) and own.dim() == 2
+            cheaper = linear and saves_work(together.rows, d, own.shape[-1], gradients)
             if not cheaper and not together.some_have_gram:
                 return None
-            own = Gram.of(own, self._own_weights)
+            dtype = next(iter(self.start.values())).dtype
+            own = Gram.of(own, self._own_weights) if linear else self.layer.products(own, dtype)
         weight = 1.0 if self._own_weights is not None else self.row_weight
         square, total = own.square * weight, own.total * weight
         rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight

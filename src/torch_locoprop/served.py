@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -12,11 +14,13 @@ from torch import Tensor, nn
 from torch_locoprop import detection, lanes
 from torch_locoprop.detection import Finding, Mark
 from torch_locoprop.exchange import Together
-from torch_locoprop.gram import Gram
+from torch_locoprop.gram import Gram, Use, full_products
 from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
 
 _NAMES = ("weight", "bias")
+
+UseOfRows = Callable[["ServedLayer", Collection[str]], Use | None]
 
 
 @dataclass(eq=False)
@@ -24,6 +28,16 @@ class CompiledGraph:
     """One graph that ``torch.compile`` made."""
 
     complete: bool = False  # what it returns was searched for transfers
+    whole: bool = False  # and is what the model returns
+    layers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # called in it
+    leaves: set[int] = field(default_factory=set)  # of operations outside of layers, by id
+    weights: weakref.WeakKeyDictionary[nn.Module, int] = field(  # of layers, likewise
+        default_factory=weakref.WeakKeyDictionary
+    )
+
+    def uses(self, module: nn.Module) -> bool:
+        """Whether the weight of a layer is used outside of its forward."""
+        return self.weights.get(module) in self.leaves
 
 
 class CompiledCall(NamedTuple):
@@ -48,8 +62,15 @@ class Call:
     traced: bool = True  # the graph around the call was searched
     recomputed: bool = False  # the call was made inside a backward pass
     compiled: CompiledCall | None = None
+    beyond: Mark | None = None  # of the compiled graph itself, where what follows it was searched
     kept: Tensor | None = None  # which samples these are, where not all were kept
     gram: Gram | None = None  # instead of x, where that is all that is needed
+    version: int | None = None  # of x in the forward pass, where others may write to it
+
+    @property
+    def is_overwritten(self) -> bool:
+        known = self.version is not None and self.x.numel() > 0
+        return known and self.x._version != self.version
 
     def thinned(self, kind: Layer, samples: Tensor) -> Call:
         """The same call with some of its samples only."""
@@ -57,7 +78,11 @@ class Call:
         parts: dict[str, Any] = {
             name: kind.take(t, samples) for name, t in recorded.items() if t is not None
         }
-        return replace(self, kept=samples, **parts)
+        return replace(self, kept=samples, version=None, **parts)
+
+    def copied(self) -> Call:
+        """The same call with an input of its own."""
+        return self if self.version is None else replace(self, x=self.x.clone(), version=None)
 
     def is_same(self, other: Call) -> bool:
         """Whether two backward passes went through one forward call."""
@@ -87,11 +112,14 @@ class ServedLayer:
     explicit: bool = False  # the transfer, or that there is none, was given by the user
     decided: bool = False  # what the recorded calls tell is settled
     note: str = ""  # why there is no transfer
+    obstacle: str = ""  # why it takes BackProp steps
     is_output: bool = False
     compiled: bool = False  # its calls are inside compiled graphs
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
-    condense_for: int = 0  # so many gradients of a squared loss: XᵀX may stand for X
+    # What the next step makes of the rows, if it moves these tensors; None: it may need them all.
+    use_of_rows: UseOfRows | None = None
+    copies: bool = False  # inputs are overwritten after backward passes: keep copies of them
     together: Together | None = None  # with other processes
     ready: torch.cuda.Event | None = None  # since when the gradients are, if a step may know
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # of skipped, gated, capped ones
@@ -147,7 +175,8 @@ class ServedLayer:
         for call in self._pending.pop(backward_pass, ()):
             known = [i for i, own in enumerate(self.calls) if own.is_same(call)]
             if not known:
-                self.calls.append(self._condensed(self._thinned(call)))
+                kept = self._condensed(self._thinned(call))
+                self.calls.append(kept.copied() if self.copies else kept)
                 continue
             first = self.calls[known[0]]
             same = call if first.kept is None else call.thinned(self.kind, first.kept)
@@ -155,6 +184,14 @@ class ServedLayer:
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
         self._lengths = self._gradient_lengths()
         self.ready = lanes.mark()
+
+    def let_go_of_overwritten(self) -> bool:
+        """Whether an input is not what it was in the forward pass: no rows are left then."""
+        if not any(call.is_overwritten for call in self.calls):
+            return False
+        self.copies = True  # from now on
+        self.calls.clear()
+        return True
 
     def measure_again(self) -> None:
         """Gradients were averaged after the pass: from their lengths now, others follow."""
@@ -173,13 +210,32 @@ class ServedLayer:
         order = torch.randperm(samples, generator=generator, device=call.x.device)
         return call.thinned(self.kind, order[:keep])
 
+    def condense(self) -> None:
+        """What the calls would have kept, had all been known that is known now."""
+        self.calls[:] = [
+            call if call.gram is not None else self._condensed(call) for call in self.calls
+        ]
+
     def _condensed(self, call: Call) -> Call:
-        """The call with XᵀX instead of X, where that is enough, smaller and less work."""
-        if self.condense_for == 0 or call.kept is not None:
+        """The call with XᵀX instead of X, where that is enough, smaller and less work, or with none."""
+        own = {id(p) for p in self.given if p.requires_grad or p.grad is not None}
+        moved = [name for name, p in self.tensors.items() if id(p) in own]
+        use = None if self.use_of_rows is None else self.use_of_rows(self, moved)
+        if use is None or call.x.numel() == 0:
             return call
-        like = self.tensors["weight"]
-        gram = self.kind.condensed(call.x, like, self.width, self.condense_for)
-        return call if gram is None else replace(call, x=call.x.new_empty(0), gram=gram)
+        like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
+        if not use.is_any:
+            gram = Gram.unknown(like, self._rows_of(call))
+            return replace(call, x=nothing, g=None, v=None, gram=gram, kept=None, version=None)
+        matrix = self.kind.matrix("weight", like)
+        if call.kept is not None or call.is_overwritten:
+            return call
+        if not use.is_better(call.x, matrix, self._rows_of(call)):
+            return call
+        rows = self.kind.collect([call.x], [call.shape], like)
+        with full_precision([self]), full_products(like) if use.square else nullcontext():
+            gram = self.kind.products(rows, use.dtype(like))
+        return replace(call, x=nothing, gram=gram, version=None)
 
     def _rows_of(self, call: Call) -> int:
         """How many rows a call had."""
@@ -266,11 +322,13 @@ class ServedLayer:
 
     @property
     def has_gram(self) -> bool:
-        return any(call.gram is not None for call in self.calls)
+        return any(call.gram is not None and call.gram.is_known for call in self.calls)
 
     @property
     def has_rows(self) -> bool:
-        return any(call.x.numel() > 0 or call.gram is not None for call in self.calls)
+        """Whether there is a local problem, and not a gradient only."""
+        rows = any(call.x.numel() > 0 or call.gram is not None for call in self.calls)
+        return rows and not self.obstacle
 
     def findings(self) -> list[Finding]:
         return [detection.resolve(call.mark, self.last_width) for call in self.calls]
@@ -280,12 +338,17 @@ class ServedLayer:
         calls = self.calls
         grams = [call.gram for call in calls if call.gram is not None]
         if grams:
-            whole = [call.x for call in calls if call.gram is None]
-            rows = self.kind.collect(whole, [], self.tensors["weight"])
-            return sum(grams, Gram.of(rows))
-        return self.kind.collect(
-            [call.x for call in calls], [call.shape for call in calls], self.tensors["weight"]
-        )
+            first, *others = grams
+            rest = [call for call in calls if call.gram is None]
+            if rest:
+                with full_products(first.square):
+                    others.append(self.kind.products(self._collected(rest), first.square.dtype))
+            return sum(others, first)
+        return self._collected(calls)
+
+    def _collected(self, calls: Sequence[Call]) -> Any:
+        inputs, outputs = [call.x for call in calls], [call.shape for call in calls]
+        return self.kind.collect(inputs, outputs, self.tensors["weight"])
 
     def gradients(self) -> Tensor | None:
         """∂L/∂a ``[rows, d]``, where recorded."""
@@ -325,6 +388,14 @@ class ServedLayer:
         if not rows or len(rows) < len(tensors):
             return None
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
+
+
+def full_precision(layers: Sequence[ServedLayer]) -> AbstractContextManager[object]:
+    """Local problems are solved in the precision of the weights, inside autocast too."""
+    kind = layers[0].given[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def check_intact(layers: Iterable[ServedLayer]) -> None:

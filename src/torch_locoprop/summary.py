@@ -22,7 +22,7 @@ def layer_row(layer: ServedLayer, asked_for: Variant, steps: int) -> tuple[str, 
         return layer.name, layer.kind.kind, "–", "–", "–", note
     variant, note = effective_variant(asked_for, layer)
     transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
-    if not (layer.decided or layer.explicit or layer.note):
+    if not (layer.decided or layer.explicit or layer.note or layer.obstacle):
         note = "no backward pass has reached it yet" if steps else DETECTED_LATER
     if not layer.trained:
         note = "frozen"

@@ -22,6 +22,7 @@ from torch._dynamo import assume_constant_result
 from torch._dynamo.comptime import ComptimeContext, comptime
 
 from torch_locoprop import capture, detection
+from torch_locoprop.assignment import NESTED
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.served import CompiledCall, CompiledGraph
 
@@ -46,22 +47,30 @@ _calls = itertools.count()
 def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
     """What a hook does, and returns, in a compiled graph."""
     if method == "_after_layer":
-        _, inputs, options, out = args
-        return _trace_layer(_role(key), key, inputs[0] if inputs else options["input"], out)
+        module, inputs, options, out = args
+        x = inputs[0] if inputs else options["input"]
+        return _trace_layer(_role(key), key, module, x, out)
     if method == "_after_model":
-        for tensor in _tensors(args[-1]):  # noqa: B007, seen by name
+        tensors = _tensors(args[-1])
+        scalars = [tensor for tensor in tensors if tensor.dim() == 0]
+        for tensor in [t for t in tensors if t.dim() > 0] + scalars:  # noqa: B007, seen by name
             comptime(_search_from_output)
     return None
 
 
-def _trace_layer(role: str, key: str, x: Tensor, out: Tensor) -> Tensor | None:
+def _trace_layer(role: str, key: str, module: nn.Module, x: Tensor, out: Tensor) -> Tensor | None:
     if role == "nothing" or not out.requires_grad:
         return None
+    if out.is_nested:
+        comptime(_note_nested)
+        return None
     comptime(_search_from_input)
+    comptime(_note_layer)
     if role == "search":
         comptime(_mark_output)
         return None
     place = _new_place(key)
+    weight = module.weight  # noqa: F841, seen by name
     comptime(_note_graph)
     tapped, _ = torch.ops.torch_locoprop.tap(out, x.detach(), place)
     return tapped  # type: ignore[no-any-return]
@@ -70,7 +79,7 @@ def _trace_layer(role: str, key: str, x: Tensor, out: Tensor) -> Tensor | None:
 def _tensors(output: object) -> list[Tensor]:
     """The tensors of an output, in a form that can be traced."""
     if isinstance(output, Tensor):
-        return [output]
+        return [] if output.is_nested else [output]
     values = list(output.values()) if isinstance(output, dict) else output
     if not isinstance(values, (tuple, list)):
         return []
@@ -104,7 +113,25 @@ def _new_place(key: str) -> int:
 
 
 def _search_from_input(context: ComptimeContext) -> None:
-    detection.trace(_fake(context, "x").grad_fn, LAYER_INPUT)
+    x = _fake(context, "x")
+    _graph(_fake(context, "out")).leaves |= detection.trace(x.grad_fn, LAYER_INPUT)
+
+
+def _note_layer(context: ComptimeContext) -> None:
+    module = capture.hooked_module(context.get_local("key").as_python_constant())
+    assert module is not None
+    graph = _graph(_fake(context, "out"))
+    graph.layers.add(module)
+    for listener in capture.captures_of(module):
+        listener.graphs.add(graph)
+
+
+def _note_nested(context: ComptimeContext) -> None:
+    module = capture.hooked_module(context.get_local("key").as_python_constant())
+    assert module is not None
+    for listener in capture.captures_of(module):
+        if module in listener.layers:
+            listener.layers[module].obstacle = NESTED
 
 
 def _mark_output(context: ComptimeContext) -> None:
@@ -113,7 +140,11 @@ def _mark_output(context: ComptimeContext) -> None:
 
 def _note_graph(context: ComptimeContext) -> None:
     graph = _graph(_fake(context, "out"))
-    _places[context.get_local("place").as_python_constant()].graph = graph
+    place = _places[context.get_local("place").as_python_constant()]
+    place.graph = graph
+    module = place.module()
+    assert module is not None
+    graph.weights[module] = id(_fake(context, "weight"))
     # Not promised by PyTorch. Without it the ends of graphs are unknown, which the summary tells.
     translator: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
     at_the_end = getattr(translator.output, "add_graph_finalizer", None)
@@ -123,8 +154,15 @@ def _note_graph(context: ComptimeContext) -> None:
 
 def _search_from_output(context: ComptimeContext) -> None:
     tensor = _fake(context, "tensor")
-    detection.trace(tensor.grad_fn, MODEL_OUTPUT)
-    _graph(tensor).complete = True
+    graph = _graph(tensor)
+    _search(tensor, graph)
+    graph.complete = graph.whole = True
+
+
+def _search(output: Tensor, graph: CompiledGraph) -> None:
+    leaves = detection.trace(output.grad_fn, MODEL_OUTPUT)
+    if output.dim() > 0:  # and no loss, which may have a penalty on weights
+        graph.leaves |= leaves
 
 
 def _fake(context: ComptimeContext, name: str) -> Any:
@@ -139,9 +177,10 @@ def _graph(fake: Any) -> CompiledGraph:
 def _search_from_end(module: torch.fx.GraphModule, graph: CompiledGraph) -> None:
     """What leaves a graph is the model's output; where it is not, other layers lie outside."""
     if not graph.complete:
-        for value in _values(node.args for node in module.graph.nodes if node.op == "output"):
-            if isinstance(value, Tensor):
-                detection.trace(value.grad_fn, MODEL_OUTPUT)
+        outputs = _values(node.args for node in module.graph.nodes if node.op == "output")
+        tensors = [value for value in outputs if isinstance(value, Tensor)]
+        for tensor in sorted(tensors, key=lambda tensor: tensor.dim() == 0):
+            _search(tensor, graph)
         graph.complete = True
 
 

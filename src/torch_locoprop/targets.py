@@ -50,6 +50,12 @@ class Target:
         """The local weight gradient at the start, from the ordinary one; None: take ``δ₀ᵀX``."""
         return None
 
+    @property
+    def knows_first_gradient(self) -> bool:
+        """Whether :meth:`first_gradient` never is None."""
+        ours = (BackPropTarget.first_gradient, NaturalGradient.first_gradient)
+        return type(self).first_gradient in ours
+
 
 class BackPropTarget(Target):
     """A target whose first residual is ``γ g``: one local iteration is a BackProp step."""

@@ -42,7 +42,7 @@ def of_products(name, precision, unit, kind="*fp32", **constants):
     precision = "tf32" if precision == "bf16" else precision
     own = {"PRECISION": precision, "TALL": parts.tall, "BROAD": parts.broad, "DEEP": parts.deep}
     own |= {u: unit for u in ("UNIT", "N_UNIT", "ROW_UNIT") if u in kernel.arg_names}
-    options = {"num_warps": parts.warps, "num_stages": parts.stages}
+    options = {"num_warps": parts.warps, "num_stages": parts.stages, "maxnreg": parts.registers}
     ptx = compiled(kernel, options, kind, **own, **constants, IN_BLOCKS=True)
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx, name
     ptx = compiled(kernel, options, kind, **own, **constants, IN_BLOCKS=False)

@@ -211,3 +211,21 @@ def test_what_is_not_finite_stays_so(device: str) -> None:
     new, _ = RmsProp().solve(broken, states, {"weight": NUMBERS, "bias": NUMBERS}, 2, "linear")
     assert not new["weight"].isfinite().all()
     assert not new["bias"].isfinite().all()
+
+
+def test_one_output_whose_weight_is_a_part_of_a_wider_matrix(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row is contiguous whatever its stride is."""
+    own = problem(device, size=(1, 16))
+    wide = drawn(3, 17, device=device, seed=7)
+    start = {**own.start, "weight": wide[:1, :16]}
+    both_ways(replace(own, start=start), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("d", "n", "rows"), [(4, 4, 2**29), (10, 2**22, 40), (2**22, 10, 40), (4, 4, 2**26 + 1)]
+)
+def test_what_is_too_large_to_be_counted_is_left_to_others(d: int, n: int, rows: int) -> None:
+    assert not local._is_countable(torch.empty(d, n, device="meta"), rows)
+    assert local._is_countable(torch.empty(min(d, 4000), min(n, 4000), device="meta"), 1000)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from cases import assert_close, weights
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_locoprop import LocoProp
-from torch_locoprop.layers import layer_kind
+from torch_locoprop.layers import conv, layer_kind
 from torch_locoprop.layers.conv import ConvLayer
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
@@ -95,6 +97,28 @@ def test_inputs_are_torchs_unfolding(settings: dict[str, Any]) -> None:
     own = {n: v for n, v in settings.items() if n != "bias"}
     unfolded = F.unfold(x, 3, **own).transpose(1, 2).flatten(0, 1)
     assert_close(kind.inputs(collected, weight=True, bias=False), unfolded)
+
+
+@pytest.mark.parametrize("at_once", [1, 700, 2**22])
+@pytest.mark.parametrize(("dimensions", "transposed", "settings"), CASES)
+def test_products_in_parts_are_those_of_all_patches(
+    monkeypatch: pytest.MonkeyPatch,
+    dimensions: int,
+    transposed: bool,
+    settings: dict[str, Any],
+    at_once: int,
+) -> None:
+    """From calls of several sizes, some samples at a time."""
+    monkeypatch.setattr(conv, "AT_ONCE", at_once)
+    module = convolution(dimensions, transposed, **settings)
+    kind = layer_kind(module)
+    assert isinstance(kind, ConvLayer)
+    calls = [images(dimensions, samples=5), images(dimensions, size=9)]
+    collected = kind.collect(calls, [module(x).shape for x in calls], module.weight)
+    X = kind.inputs(collected, weight=True, bias=False)
+    found = kind.products(collected, torch.float64)
+    assert_close([found.square, found.total], [X.mT @ X, X.sum(-2)])
+    assert found.rows == X.shape[-2]
 
 
 # The optimizer ----------------------------------------------------------------------------------
@@ -209,6 +233,48 @@ def test_the_exact_step_solves_the_unfolded_system(settings: dict[str, Any]) -> 
         ]
         eye = torch.eye(X.shape[1], dtype=X.dtype)
         assert_close(joint[1] @ (eye + eta * X.T @ X), -eta * gamma * joint[0])
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that run inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+@pytest.mark.parametrize(("dimensions", "transposed", "settings"), CASES)
+def test_iterations_are_convolutions(
+    variant: str, dimensions: int, transposed: bool, settings: dict[str, Any]
+) -> None:
+    """One each way in every iteration after the first, and one where they start; no patches."""
+    network, x = model(dimensions, transposed, **settings), images(dimensions)[:1]
+    opt = LocoProp(network, variant=variant, solver="sgd", local_steps=4, output_transfer="sigmoid")
+    opt._layers[0].use_of_rows = None  # keep the images, however few products they have
+    loss_of(network, x).backward()
+    with Operators() as ran:
+        opt.step()
+    assert ran.counts["convolution"] == 1 + 3
+    assert ran.counts["convolution_backward"] == 3
+    assert not {"unfold", "im2col", "as_strided"} & set(ran.counts)
+
+
+def test_iterations_by_products_are_not() -> None:
+    """Patches are unfolded once, when the backward pass comes through."""
+    network, x = model(2), images(2, samples=40)
+    opt = LocoProp(network, variant="locoprop-s", local_steps=4, output_transfer="sigmoid")
+    with Operators() as ran:
+        loss_of(network, x).backward()
+    assert ran.counts["unfold"] == 2  # the two dimensions
+    assert opt._layers[0].calls[0].x.numel() == 0
+    with Operators() as ran:
+        opt.step()
+    assert not {"convolution", "convolution_backward", "unfold", "im2col"} & set(ran.counts)
 
 
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "natural-s", "pocoprop-m"])

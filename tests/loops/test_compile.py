@@ -254,6 +254,83 @@ def test_a_compiled_body_under_an_eager_head() -> None:
     assert variants_of(opt) == ["locoprop-m"] * 3
 
 
+class Block(nn.Module):
+    """Two layers, the second with a transfer behind it or bare."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8).double(), nn.Linear(8, 6).double()
+        self.end = end
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.down(torch.tanh(self.up(x))))
+
+
+def blocks(end: Callable[[Tensor], Tensor]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(end), Block(end), nn.Linear(6, 3).double())
+
+
+def each_block(model: Any) -> Any:
+    for block in model[:2]:
+        block.compile(backend="aot_eager")
+    return model
+
+
+def parts_by_hand(model: Any) -> Any:
+    """All parts compiled, and the model itself is not called."""
+    parts = [torch.compile(part, backend="aot_eager") for part in model]
+    return lambda x: parts[2](parts[1](parts[0](x)))
+
+
+@pytest.mark.parametrize("compiled", [each_block, parts_by_hand])
+@pytest.mark.parametrize("served", ["0.*", "1.*"])
+def test_layers_served_in_one_part_of_several(
+    served: str, compiled: Callable[[nn.Module], Any]
+) -> None:
+    """What is outside of ``layers=`` lies behind them all the same."""
+    options: dict[str, Any] = {
+        "layers": [served],
+        "fallback": lambda p: torch.optim.SGD(p, lr=0.01),
+        "output_transfer": "softmax",
+    }
+    found, opt = run(blocks(torch.tanh), compiled, **options)
+    expected, plainly = run(blocks(torch.tanh), lambda model: model, **options)
+    assert_close(found, expected, 1e-11)
+    assert opt.summary() == plainly.summary()
+    torch.compiler.reset()
+    _, opt = run(blocks(lambda a: a), compiled, **options)
+    assert [layer.transfer and layer.transfer.name for layer in opt._layers] == ["tanh", None]
+    assert not opt._layers[1].is_output
+    assert "compiled apart from what follows it" in opt.summary()
+
+
+@pytest.mark.parametrize("end", [torch.relu, lambda a: a])
+def test_a_compiled_body_under_a_head_that_falls_back(end: Callable[[Tensor], Tensor]) -> None:
+    def body(model: Any) -> Any:
+        compiled = torch.compile(model["body"], backend="aot_eager", fullgraph=True)
+        return lambda x: model["head"](compiled(x))
+
+    torch.manual_seed(0)
+    head = nn.utils.parametrizations.weight_norm(nn.Linear(6, 3).double())
+    model = nn.ModuleDict({"body": Block(end), "head": head})
+    options = {"fallback": lambda p: torch.optim.SGD(p, lr=0.01), "output_transfer": "softmax"}
+    _, opt = run(model, body, **options)
+    found = opt._layers[1].transfer
+    assert (found and found.name) == ("relu" if end is torch.relu else None)
+    assert ("compiled apart from what follows it" in opt.summary()) == (found is None)
+
+
+def test_the_last_of_several_parts_is_the_output() -> None:
+    def all_parts(model: Any) -> Any:
+        model[2].compile(backend="aot_eager")
+        return each_block(model)
+
+    results = [run(blocks(torch.tanh), how) for how in (all_parts, lambda model: model)]
+    assert_close(results[0][0], results[1][0], 1e-11)
+    assert [layer.is_output for layer in results[0][1]._layers] == [False] * 4 + [True]
+
+
 # Other loops, compiled
 
 
@@ -434,6 +511,27 @@ def test_an_optimizer_made_after_the_first_compiled_pass_is_told() -> None:
         opt.step()
         opt.zero_grad()
     assert_close(weights(model), train(), 1e-11)
+
+
+def test_another_model_of_the_class_is_told_apart_by_guards_on_hooks() -> None:
+    """Which the compiler leaves out by default: it takes the graph without hooks for both."""
+
+    def both() -> list[Tensor]:
+        torch.compiler.reset()
+        model, other = Net(), Net()
+        opt = loco(model)
+        compiled = [torch.compile(each, backend="aot_eager") for each in (model, other)]
+        for seed in range(STEPS):
+            for call in compiled:
+                plain(call, *data(seed=seed))
+            opt.step()
+            opt.zero_grad()
+        return weights(model)
+
+    with pytest.raises(RuntimeError, match=r"skip_nnmodule_hook_guards = False"):
+        both()
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+        assert_close(both(), run(Net(), lambda model: model)[0], 1e-11)
 
 
 def test_a_backward_pass_that_is_compiled_too_is_told() -> None:

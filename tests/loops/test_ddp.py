@@ -71,6 +71,11 @@ CASES = {
     ),
     "uneven": Case(order=UNEVEN),
     "uneven, S": Case({"variant": "locoprop-s"}, order=UNEVEN),
+    "uneven, convolution of S": Case({"variant": "locoprop-s"}, convolution=True, order=UNEVEN),
+    "uneven, closed form": Case({"variant": "locoprop-s", "solver": "exact"}, order=UNEVEN),
+    "uneven, running closed form": Case(
+        {"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}, order=UNEVEN
+    ),
     "uneven, means": Case({"local_reduction": "mean", "loss_fn": SUMS}, order=UNEVEN),
     "uneven, PocoProp": Case({"variant": "pocoprop-m", "gamma": 0.5}, order=UNEVEN),
     "uneven, some rows": Case({"max_rows": 6}, order=UNEVEN),
@@ -109,7 +114,9 @@ def network(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     first: list[nn.Module] = [nn.Linear(6, 8)]
     if case.convolution:
-        first = [nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 2, 3), nn.Tanh(), nn.Flatten()]
+        # Of a kernel of 5, XᵀX is smaller than 19 rows and not than 5.
+        shape = (4, 5) if case.order == UNEVEN else (2, 3)
+        first = [nn.Unflatten(1, (1, 6)), nn.Conv1d(1, *shape), nn.Tanh(), nn.Flatten()]
     rest = [nn.Tanh(), nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 6)]
     kinds = {"checkpoint()": Checkpointed, "reentrant checkpoint()": Reentrant, "branch": Branched}
     model = kinds.get(case.order, nn.Sequential)(*first, *rest)

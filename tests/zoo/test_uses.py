@@ -19,6 +19,13 @@ from torch_locoprop import LocoProp
 RATE = 0.03
 
 
+def of_the_compiler(test: Any) -> Any:
+    """Its warnings, of itself and of tensors that pass from one graph to the next."""
+    for message in ("The .grad attribute of a Tensor that is not a leaf", ".*is deprecated"):
+        test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
+    return test
+
+
 def sgd(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=RATE)
 
@@ -63,6 +70,14 @@ def of_sparse_rows(model: nn.Module, x: Tensor) -> Tensor:
     return model((x * (x > 0.5)).to_sparse()).square().sum()
 
 
+def nested(x: Tensor, layout: torch.layout = torch.jagged) -> Tensor:
+    return torch.nested.nested_tensor([x[:3], x[3:]], layout=layout)
+
+
+def of_nested_rows(model: nn.Module, x: Tensor) -> Tensor:
+    return model(nested(x)).values().square().sum()
+
+
 def of_a_part(model: Any, x: Tensor) -> Tensor:
     return model[:3](x).square().sum()
 
@@ -78,6 +93,7 @@ LOSSES = [
     towards_its_own_view,
     also_as_a_function,
     of_sparse_rows,
+    of_nested_rows,
     of_a_part,
     with_an_empty_batch,
 ]
@@ -105,6 +121,114 @@ def test_sparse_rows_are_the_same_rows() -> None:
         opt.step()
         results.append(weights(model))
     assert_close(*results)
+
+
+NESTED = "its inputs are nested tensors: it takes BackProp steps"
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+@pytest.mark.parametrize("variant", [*BACKPROP_VARIANTS, "natural-s"])
+def test_nested_rows_take_backprop_steps(layout: torch.layout, variant: str) -> None:
+    """Beside calls with plain rows too."""
+    model, x = network("relu"), batch(8, 6)
+    plain = copy.deepcopy(model)
+    opt = loco(model, variant=variant, local_steps=4, output_transfer="linear")
+    for each, optimizer in ((model, opt), (plain, sgd(list(plain.parameters())))):
+        for _ in range(2):
+            out = each(nested(x, layout)).to_padded_tensor(0.0)
+            (out.square().sum() + each(x).square().sum()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_close(weights(model), weights(plain))
+    assert opt.summary().count(NESTED) == 3
+
+
+@of_the_compiler
+def test_nested_rows_in_a_compiled_graph() -> None:
+    results = []
+    for compiled in (True, False):
+        torch.compiler.reset()
+        model = network()
+        opt = loco(model, local_steps=4)
+        call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        of_nested_rows(call, batch(8, 6)).backward()
+        opt.step()
+        results.append(weights(model))
+        assert opt.summary().count(NESTED) == 3
+    assert_close(*results)
+
+
+# Weights that are used outside of their layers --------------------------------------------------
+
+
+class Tied(nn.Module):
+    """An autoencoder whose decoder is its encoder's weight, in one way or another."""
+
+    def __init__(self, end: Callable[[Tensor, Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.middle = nn.Linear(6, 4).double(), nn.Linear(4, 4).double()
+        self.end = end
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(self.middle(torch.tanh(self.encoder(x))))
+        return self.end(hidden, self.encoder.weight)
+
+
+def total(output: Any) -> Tensor:
+    return sum(t.square().sum() for t in (output if isinstance(output, tuple) else (output,)))  # type: ignore[return-value]
+
+
+def with_its_loss(h: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    out = h @ weight
+    return out.square().mean(), out
+
+
+TIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "transposed": lambda h, weight: F.linear(h, weight.t()),
+    "computed": lambda h, weight: h @ (2 * weight),
+    "beside a loss": with_its_loss,
+}
+PENALTIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "none": lambda h, weight: h,
+    "in a loss": lambda h, weight: h.square().mean() + weight.square().sum(),
+    "beside the output": lambda h, weight: (h, weight.norm()),
+}
+ELSEWHERE = "its weight is used outside of its forward too: it takes BackProp steps"
+
+
+@of_the_compiler
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", TIES)
+def test_a_weight_that_is_used_elsewhere_takes_backprop_steps(name: str, compiled: bool) -> None:
+    torch.compiler.reset()
+    model, x = Tied(TIES[name]), batch(8, 6)
+    opts = [loco(model, local_steps=4, output_transfer="linear") for _ in range(2)]  # both see it
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    total(call(x)).backward()
+    expected = (model.encoder.weight - RATE * model.encoder.weight.grad).detach()
+    for i, opt in enumerate(opts):
+        opt.step()
+        if i == 0:
+            assert_close([model.encoder.weight.detach()], [expected])
+        rows = {line.split()[0]: line for line in opt.summary().splitlines() if line}
+        assert ELSEWHERE in rows["encoder"]
+        assert "locoprop-m" in rows["middle"]
+
+
+@of_the_compiler
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", PENALTIES)
+def test_a_penalty_on_a_weight_is_no_such_use(name: str, compiled: bool) -> None:
+    torch.compiler.reset()
+    model = Tied(PENALTIES[name])
+    opt = loco(model, local_steps=4)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    total(call(batch(8, 6))).backward()
+    opt.step()
+    assert ELSEWHERE not in opt.summary()
+    assert [layer.transfer and layer.transfer.name for layer in opt._layers] == ["tanh", "tanh"]
 
 
 # Modules that are more than a weight and a bias ---------------------------------------------------

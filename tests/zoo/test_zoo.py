@@ -124,6 +124,7 @@ def test_what_was_recorded_is_the_whole_layer(name: str) -> None:
     returned: dict[nn.Module, list[Tensor]] = {layer.module: [] for layer in layers}
     for layer in layers:
         layer.needs = frozenset({"g"})
+        layer.use_of_rows = None  # and the rows
         layer.module.register_forward_hook(
             lambda m, _, out: returned[m].append(out.detach().clone())
         )
@@ -222,7 +223,7 @@ def play(pair: tuple[nn.Module, nn.Module], opts: tuple[Any, Any], rounds: int) 
         tell_apart(discriminator, (REAL, fake.detach())).backward()
         if isinstance(opts[1], LocoProp):
             head = opts[1]._layers[-1]
-            rows.append(head.kind.count(head.inputs()))
+            rows.append(head.row_count)
         opts[1].step()
         opts[0].zero_grad()
         verdict = discriminator(fake)

@@ -61,8 +61,8 @@ def rmsprop(
 
 @triton.jit
 def expm1(x):
-    """``eˣ − 1`` to rounding, up to x = 80, before numbers end."""
-    x = tl.clamp(x, -80.0, 80.0, propagate_nan=tl.PropagateNan.ALL)
+    """``eˣ − 1`` to rounding; beyond ±88 that of ±88, before numbers end."""
+    x = tl.clamp(x, -88.0, 88.0, propagate_nan=tl.PropagateNan.ALL)
     p = 1.98412698e-4 * x + 1.38888889e-3
     p = p * x + 8.33333333e-3
     p = p * x + 4.16666667e-2
@@ -74,13 +74,17 @@ def expm1(x):
 
 @triton.jit
 def noted(z, TRANSFER: tl.constexpr):
-    """What ``change`` has to know of z: for a bounded transfer the logistic of −|z|, with z's sign."""
+    """What ``change`` has to know of z, with z's sign.
+
+    For a bounded transfer that is the logistic of −|z|, at most a half; or z, where that is too small.
+    """
     if TRANSFER == RELU:
         note = z
     else:
-        t = tl.exp((-2 if TRANSFER == TANH else -1) * tl.abs(z))
+        z *= 2 if TRANSFER == TANH else 1
+        t = tl.exp(-tl.abs(z))
         share = t / (1 + t)
-        note = tl.where(z < 0, -share, share)
+        note = tl.where(tl.abs(z) > 60, z, tl.where(z < 0, -share, share))
     return note
 
 
@@ -88,8 +92,9 @@ def noted(z, TRANSFER: tl.constexpr):
 def change(note, a, TRANSFER: tl.constexpr):
     """``f(z + a) − f(z)``, to rounding of the difference where f is bounded.
 
-    With s the logistic of z and ``D = eᵃ − 1``, that of z + a has ``s (1 − s) D / (1 + s D)`` more,
-    and tanh is twice the logistic of 2 z, less one. For z > 0 all is taken with the opposite sign.
+    With s the logistic of z and ``D = eᵃ − 1``, that of z + a has ``s (1 − s) D / (1 + s D)`` more;
+    where s is nothing, all of it is more. Tanh is twice the logistic of 2 z, less one. For z > 0 all
+    is taken with the opposite sign.
     """
     if TRANSFER == LINEAR:
         found = a
@@ -98,10 +103,13 @@ def change(note, a, TRANSFER: tl.constexpr):
         found = tl.where(z < 0, 0.0, z) - tl.where(note < 0, 0.0, note)  # NaN stays NaN
     else:
         scale: tl.constexpr = 2.0 if TRANSFER == TANH else 1.0
-        below, s = note < 0, tl.abs(note)
-        more = expm1(scale * tl.where(below, a, -a))
-        found = scale * s * (1 - s) * more / (1 + s * more)
-        found = tl.where(below, found, -found)
+        negative, size = note < 0, tl.abs(note)
+        far = size > 1
+        s = tl.where(far, 0.0, size)
+        more = expm1(scale * tl.where(negative, a, -a) - tl.where(far, size, 0.0))
+        gain, whole = tl.where(far, more + 1, s * (1 - s) * more), 1 + s * more
+        found = scale * gain / tl.where(far, more + 2, whole)
+        found = tl.where(negative, found, -found)
     return found
 
 
@@ -153,13 +161,13 @@ def product(
 
 
 @triton.jit
-def beside(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
+def left_right(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
     """The left and the right columns of ``[TALL, BROAD]``."""
     return tl.split(tl.permute(tl.reshape(tile, (TALL, 2, BROAD // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def below(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
+def upper_lower(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
     """The upper and the lower rows of ``[TALL, BROAD]``."""
     return tl.split(tl.permute(tl.reshape(tile, (2, TALL // 2, BROAD)), (1, 2, 0)))
 
@@ -167,15 +175,15 @@ def below(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
 @triton.jit
 def columns_by_four(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
     """The columns in four parts, for what follows a product: registers are too few for all at once."""
-    left, right = beside(tile, TALL, BROAD)
-    return beside(left, TALL, BROAD // 2) + beside(right, TALL, BROAD // 2)
+    left, right = left_right(tile, TALL, BROAD)
+    return left_right(left, TALL, BROAD // 2) + left_right(right, TALL, BROAD // 2)
 
 
 @triton.jit
 def rows_by_four(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
     """Likewise the rows, where much is read and written: memory is faster at longer stretches."""
-    upper, lower = below(tile, TALL, BROAD)
-    return below(upper, TALL // 2, BROAD) + below(lower, TALL // 2, BROAD)
+    upper, lower = upper_lower(tile, TALL, BROAD)
+    return upper_lower(upper, TALL // 2, BROAD) + upper_lower(lower, TALL // 2, BROAD)
 
 
 @triton.jit
@@ -184,8 +192,8 @@ def plus(one, other):
 
 
 @triton.jit
-def turn(x, table, rows, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
-    """``[X 1]ᵀ`` of ``X [rows, n]``, with columns of zeros up to a multiple of eight; 1 for a bias."""
+def turn(x, table, rows, lead, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
+    """``[X 1]ᵀ`` of ``X [rows, n]``, filled up with zeros to ``lead`` columns; the 1 is for a bias."""
     k = tl.program_id(2)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -195,7 +203,6 @@ def turn(x, table, rows, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
     if HAS_BIAS:
         value = tl.where(column[None, :] == n, 1.0, value)
         columns = n + 1
-    lead = (rows + 7) // 8 * 8
     at = (k * columns + column[:, None]) * lead + row[None, :]
     here = (column[:, None] < columns) & (row[None, :] < lead)
     tl.store(table + at, tl.trans(value), here)

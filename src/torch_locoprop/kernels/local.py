@@ -2,9 +2,10 @@
 
 The plain version is ``FirstOrder.solve``. Here the iterations are on displacements: the rounding of a
 product is relative to what has moved. Residuals are ``[d, rows]``: both products of an iteration then
-have the layout that the matrix units of a GPU take fastest. What the first product gives has the
-transfer applied and the target subtracted before it is written; what the second one gives, for weight
-and bias, is not written at all, but makes the solver's step. By XᵀX there is the second one only.
+have the layout that the matrix units of a GPU take fastest. Of what the first product gives, only by
+how much it changes the transfer's value is written, with the help of notes that are taken once; what
+the second one gives, for weight and bias, is not written at all, but makes the solver's step: it
+reads the inputs, turned once. By XᵀX there is the second one only.
 """
 
 from __future__ import annotations
@@ -40,7 +41,13 @@ class Parts(NamedTuple):
     def options(self, precision: str) -> dict[str, object]:
         sizes = {"TALL": self.tall, "BROAD": self.broad, "DEEP": self.deep}
         how = {"PRECISION": "tf32" if precision == "bf16" else precision}  # which bf16 has not
-        return {**sizes, **how, "num_warps": self.warps, "num_stages": self.stages}
+        limit = {} if torch.version.hip else {"maxnreg": self.registers}
+        return {**sizes, **how, **limit, "num_warps": self.warps, "num_stages": self.stages}
+
+    @property
+    def registers(self) -> int:
+        """Of each thread, so that a multiprocessor has room for two programs."""
+        return min(2**16 // (2 * 32 * self.warps), 255)
 
 
 RESIDUAL = {
@@ -79,10 +86,16 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
     tensors += [*problem.fixed.values(), *problem.base.values()]
     own = [number for each in numbers.values() for number in rmsprop.numbers_of(each)]
     own.append(problem.gamma)
+    is_float = x.dtype == torch.float32
+    return is_float and _is_countable(weight, x.shape[-2]) and rmsprop.fits(tensors, own)
+
+
+def _is_countable(weight: Tensor, rows: int) -> bool:
+    """Whether entries of residuals and inputs have numbers of 32 bits, and programs those of 16."""
     d, n = weight.shape[-2:]
-    each = max(d, n + 1) * (x.shape[-2] + 7)  # of residuals, or of inputs beside ones
-    small = weight.numel() // (d * n) * each < 2**31
-    return small and x.dtype == torch.float32 and rmsprop.fits(tensors, own)
+    entries = _members(weight) * max(d, n + 1) * (rows + 7)
+    programs = max(-(-max(d, n + 1) // TURNED), -(-rows // NOTED))
+    return entries < 2**31 and programs < 2**16
 
 
 def solve(
@@ -139,7 +152,7 @@ def _by_rows(
     delta = x.new_empty(*weight.tensor.shape[:-1], lead)
     precision = _precision(problem)
     parts = RESIDUAL[precision]
-    grid = parts.grid(lead, d, weight.tensor.numel() // (d * n))
+    grid = parts.grid(lead, d, _members(weight.tensor))
     w_blocks, x_blocks, in_blocks = _factors(rounded, x, parts)
     for rate in rates:
         on_device.kernels().residual[grid](
@@ -157,7 +170,7 @@ def _notes(problem: LocalProblem, x: Tensor) -> Tensor:
     """What has to be known of the preactivations at the start: ``[d, rows]``."""
     transfer = transfer_of(problem)
     if transfer is Linear:
-        return x  # nothing
+        return x  # a pointer that is not read
     origin = problem.fixed | problem.start
     origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
     a = torch.matmul(origin["weight"], x.mT).contiguous()
@@ -174,8 +187,8 @@ def _turned(x: Tensor, lead: int, has_bias: bool, dtype: torch.dtype) -> Tensor:
     rows, n = x.shape[-2:]
     columns = n + 1 if has_bias else n
     table = x.new_empty(*x.shape[:-2], columns, lead, dtype=dtype)
-    grid = (-(-lead // TURNED), -(-columns // TURNED), x.numel() // (rows * n))
-    on_device.kernels().turn[grid](x, table, rows, n, HAS_BIAS=has_bias, TILE=TURNED)
+    grid = (-(-lead // TURNED), -(-columns // TURNED), _members(x))
+    on_device.kernels().turn[grid](x, table, rows, lead, n, HAS_BIAS=has_bias, TILE=TURNED)
     return table
 
 
@@ -200,7 +213,7 @@ def _stepped(
     precision = _precision(problem)
     parts = STEP[precision]
     *factors, in_blocks = _factors(left, table, parts)
-    on_device.kernels().step[parts.grid(columns, d, weight.tensor.numel() // (d * n))](
+    on_device.kernels().step[parts.grid(columns, d, _members(weight.tensor))](
         *factors, unused if gram is None else gram.total.contiguous(),
         0.0 if gram is None else float(gram.rows), first["weight"], first.get("bias", unused),
         problem.gamma,
@@ -219,9 +232,11 @@ def _factors(left: Tensor, right: Tensor, parts: Parts) -> tuple[Any, Any, bool]
     """Those of a product, and whether as what the device fetches by the block."""
     if not on_device.has_blocks(left, right):
         return left, right, False
+    # Not flattened: a matrix of one row may have any stride, and only a reshaped one its width.
+    left, right = (t.reshape(-1, t.shape[-1]) for t in (left, right))
     return (
-        on_device.blocks(left.flatten(0, -2), parts.tall, parts.deep),
-        on_device.blocks(right.flatten(0, -2), parts.broad, parts.deep),
+        on_device.blocks(left, parts.tall, parts.deep),
+        on_device.blocks(right, parts.broad, parts.deep),
         True,
     )
 
@@ -237,6 +252,11 @@ def _dtype(problem: LocalProblem) -> torch.dtype:
 
 def _precision(problem: LocalProblem) -> str:
     return "bf16" if _rounds(problem) else on_device.precision()
+
+
+def _members(tensor: Tensor) -> int:
+    """How many problems there are, of tensors ``[members, ·, ·]`` or ``[·, ·]``."""
+    return tensor.shape[0] if tensor.dim() == 3 else 1
 
 
 def _apart(rows: Tensor) -> int:

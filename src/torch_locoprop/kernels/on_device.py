@@ -56,7 +56,7 @@ def has_bf16() -> bool:
 
 
 def has_blocks(*matrices: Tensor) -> bool:
-    """Whether the device fetches blocks of these by one instruction: they begin where it can."""
+    """Whether the device fetches blocks of these by one instruction: all rows begin where it can."""
     return (INTERPRETED or _fetches_blocks(torch.cuda.current_device())) and all(
         t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in matrices
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from torch_locoprop.gram import Gram
@@ -75,8 +76,8 @@ class Layer(Protocol):
         """How many rows each sample of an output of this shape has."""
         ...
 
-    def condensed(self, x: Tensor, like: Tensor, d: int, gradients: int) -> Gram | None:
-        """:meth:`gram` of one recorded input, if it is also smaller than that."""
+    def products(self, x: Any, dtype: torch.dtype) -> Gram:
+        """``XᵀX``, in another dtype if need be."""
         ...
 
     def gram(self, x: Any, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:

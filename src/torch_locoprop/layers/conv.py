@@ -2,8 +2,9 @@
 
 Every output position of every sample is a row, ``a[row, j] = ⟨W[j], patch(row)⟩ + b[j]``, with the
 weight as a matrix ``[d, n]``, n = input channels × kernel positions. The patches are never formed for
-the local iterations: ``X Wᵀ`` is the convolution itself, and ``δᵀX`` is its weight gradient. Only a
-closed form, which needs X, unfolds it.
+the local iterations: ``X Wᵀ`` is the convolution itself, and ``δᵀX`` is its weight gradient. Only for
+``XᵀX``, where that is smaller than the images, some are unfolded at a time, and for a closed form with
+rows all of them.
 
 Groups are problems of their own, with inputs and outputs of their own, and so become a leading
 dimension: weight ``[G, d/G, n]``, bias ``[G, d/G]``, rows ``[G, rows, d/G]``.
@@ -12,7 +13,7 @@ dimension: weight ``[G, d/G, n]``, bias ``[G, d/G]``, rows ``[G, rows, d/G]``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ _FORWARDS = (
     *(nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward),
     *(nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward),
 )
+AT_ONCE = 2**22  # numbers in patches
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -182,12 +184,30 @@ class ConvLayer:
         return rows.reshape(len(images.x), *images.size, -1).movedim(-1, 1)
 
     def inputs(self, x: tuple[Images, ...], weight: bool, bias: bool) -> Tensor:
-        """The patches ``[rows, n]`` or ``[G, rows, n]``: what unit vectors as weights pick."""
+        """The patches ``[rows, n]`` or ``[G, rows, n]``."""
+        of_each = self._picked if self.transposed else self._unfolded
+        return with_ones(_joined([of_each(images) for images in x]), weight, bias)
+
+    def _picked(self, images: Images) -> Tensor:
+        """What unit vectors as weights pick."""
         n = int(torch.Size(self.shape).numel()) // self.d
-        units = torch.eye(n, dtype=x[0].x.dtype, device=x[0].x.device).repeat(self.groups, 1)
-        kernel = self._weight(units, outputs=n)
-        patches = _joined([self.rows(self._convolved(each, kernel, None)) for each in x])
-        return with_ones(patches, weight, bias)
+        units = torch.eye(n, dtype=images.x.dtype, device=images.x.device).repeat(self.groups, 1)
+        return self.rows(self._convolved(images, self._weight(units, outputs=n), None))
+
+    def _unfolded(self, images: Images) -> Tensor:
+        """The same where the patches are parts of the images, for the work of a copy."""
+        around = [size for size in reversed(self.padding) for _ in range(2)]
+        patches = F.pad(images.x, around)
+        steps = zip(self.shape[2:], self.stride, self.dilation, strict=True)
+        for i, (kernel, stride, dilation) in enumerate(steps):  # [N, C, *positions, *kernel]
+            whole = patches.unfold(2 + i, dilation * (kernel - 1) + 1, stride)
+            patches = whole[..., ::dilation]
+        samples, channels, *rest = patches.shape
+        by_group = patches.reshape(samples, self.groups, channels // self.groups, *rest)
+        positions = len(self.stride)
+        by_group = by_group.transpose(0, 1).movedim(2, 2 + positions)
+        rows = by_group.flatten(1, 1 + positions).flatten(2)
+        return rows if self.groups > 1 else rows[0]
 
     def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
         return tensor[samples]
@@ -195,13 +215,25 @@ class ConvLayer:
     def positions(self, output: Sequence[int]) -> int:
         return int(torch.Size(output[-len(self.stride) :]).numel())
 
-    def condensed(self, x: Tensor, like: Tensor, d: int, gradients: int) -> Gram | None:
-        return None  # would unfold the images
+    def products(self, x: tuple[Images, ...], dtype: torch.dtype) -> Gram:
+        """From some samples after the others: the patches of all take n/C times the room of x."""
+        parts = [
+            replace(images, x=some)
+            for images in x
+            for some in torch.split(images.x, max(AT_ONCE // self._numbers(images), 1))
+        ]
+        first, *rest = (Gram.of(self.inputs((part,), True, False).to(dtype)) for part in parts)
+        return sum(rest, first)
+
+    def _numbers(self, images: Images) -> int:
+        """How many the patches of one sample have together."""
+        n = int(torch.Size(self.shape).numel()) // self.d
+        return self.groups * int(torch.Size(images.size).numel()) * n
 
     def gram(
         self, x: tuple[Images, ...], d: int, gradients: int, weight: Tensor | None = None
     ) -> Gram | None:
-        return None  # would unfold the images
+        return None  # the images are there, and their convolutions need no room for patches
 
 
 def _joined(rows: list[Tensor]) -> Tensor:

@@ -67,11 +67,8 @@ class LinearLayer:
     def positions(self, output: Sequence[int]) -> int:
         return 1
 
-    def condensed(self, x: Tensor, like: Tensor, d: int, gradients: int) -> Gram | None:
-        rows = self.collect([x], [], like)
-        if rows.is_sparse or len(rows) <= rows.shape[1] + 1:
-            return None
-        return self.gram(rows, d, gradients)
+    def products(self, x: Tensor, dtype: torch.dtype) -> Gram:
+        return Gram.of(x.to(dtype))
 
     def gram(self, x: Tensor, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:
         rows, n = x.shape[-2:]

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from torch_locoprop.gram import Use
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.spread import Number, spread
 
@@ -50,6 +51,15 @@ class Solver:
     ) -> tuple[Tensors, dict[str, Tensors]]:
         """Return the new tensors and the new states; change neither argument."""
         raise NotImplementedError
+
+    def use_of_rows(
+        self, local_steps: int, number: int, state: Tensors, columns: int
+    ) -> Use | None:
+        """What a layer's problem of that number with a squared loss takes of the rows; None: all.
+
+        ``state`` is that of the first trained tensor, ``columns`` how many of ``[W b]`` are trained.
+        """
+        return None
 
     def is_fixed_work(self, number: int) -> bool:
         """Whether a layer's problem of that number is solved by a fixed sequence of device operations.

@@ -15,8 +15,6 @@ and for transfers of constant slope.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +27,7 @@ from torch_locoprop.fisher import (
     damped,
     running_average,
 )
+from torch_locoprop.gram import Gram, Use, full_products
 from torch_locoprop.joint import join, split
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors
@@ -73,15 +72,9 @@ class Exact(Solver):
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
         h = None if h is None else problem.averaged(h)
-        with _full_products(gradient):
-            if self.every == 1 and self.decay == 0 and self.damping is None:
-                x = problem.inputs * problem.row_weight**0.5
-                if problem.exchange is not None:
-                    found = _on_gram_of_all(problem, gradient, x, h, eta)
-                elif h is None:
-                    found = implicit_step(gradient, x, eta)
-                else:
-                    found = sylvester(gradient, x, eta, h)
+        with full_products(gradient):
+            if self._is_plain:
+                found = _of_one_batch(problem, gradient, h, eta)
             else:
                 found, state = self._on_running_gram(problem, gradient, h, state, eta)
         moved = split(found, problem.start)
@@ -92,16 +85,13 @@ class Exact(Solver):
         self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: Number
     ) -> tuple[Tensor, Tensors]:
         """The solution with C and its factorisation kept in the state."""
-        x = problem.inputs
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
-        if any(each.shape[-1] != x.shape[-1] for each in known):  # a bias was frozen or thawed
+        if any(each.shape[-1] != gradient.shape[-1] for each in known):  # a bias frozen or thawed
             state = {}
-        renew = self._renews(problem.number) or not {"inverse", "eigenvectors"} & set(state)
+        renew = self._renews(problem.number) or _factors(h) not in state
         gram = state.get("gram")
         if renew or self.decay > 0:
-            gram = running_average(
-                gram, problem.of_all((problem.row_weight * x).mT @ x), self.decay
-            )
+            gram = running_average(gram, problem.square(gradient.dtype), self.decay)
         kept: Tensors = {}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram
@@ -111,7 +101,7 @@ class Exact(Solver):
                 if self.every == 1:
                     return -eta * cholesky_solve(factor, gradient.mT).mT, kept
                 # One product in each of the next steps: triangular solves are slow on a GPU.
-                kept["inverse"] = torch.cholesky_inverse(at_least_float32(factor)).to(x.dtype)
+                kept["inverse"] = torch.cholesky_inverse(at_least_float32(factor)).to(gram.dtype)
             else:
                 kept["inverse"] = state["inverse"]
             return -eta * gradient @ kept["inverse"], kept
@@ -128,6 +118,22 @@ class Exact(Solver):
     def is_fixed_work(self, number: int) -> bool:
         return not self._renews(number)
 
+    def use_of_rows(
+        self, local_steps: int, number: int, state: Tensors, columns: int
+    ) -> Use | None:
+        if type(self).solve is not Exact.solve:
+            return None
+        if self._is_plain:
+            return Use(square=True, precise=True)
+        inverse = state.get(_factors(None))
+        renew = self._renews(number) or inverse is None or inverse.shape[-1] != columns
+        return Use(square=renew or self.decay > 0)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether each batch's own problem is solved."""
+        return self.every == 1 and self.decay == 0 and self.damping is None
+
     def _renews(self, number: int) -> bool:
         return number % self.every == 0
 
@@ -137,33 +143,28 @@ class Exact(Solver):
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
 
 
-def _on_gram_of_all(
-    problem: LocalProblem, gradient: Tensor, x: Tensor, h: Tensor | None, eta: Number
-) -> Tensor:
-    """Δ as below with C of the rows of all processes, none of which has them all; in float64."""
-    dtype, gradient, x = x.dtype, gradient.double(), x.double()
-    gram = problem.of_all(x.mT @ x)
+def _factors(h: Tensor | None) -> str:
+    """What the state has of C once it is factored."""
+    return "inverse" if h is None else "eigenvectors"
+
+
+def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
+    """Δ of the problem as it stands: by the rows, where all of them are here."""
+    if problem.exchange is not None or isinstance(problem.x, Gram):
+        return _on_gram(problem, gradient, h, eta)
+    x = problem.inputs * problem.row_weight**0.5
+    return implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
+
+
+def _on_gram(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
+    """Δ as below where C is all there is of the rows, or of those of other processes; in float64."""
+    dtype, gradient, gram = gradient.dtype, gradient.double(), problem.square(torch.float64)
     if h is None:
         system = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
         return (-eta * cholesky_solve(cholesky(system), gradient.mT).mT).to(dtype)
     values, basis = eigh(gram)
     found = _sylvester_in_basis(gradient, values, basis, 1.0, h.double(), eta)
     return (-eta * found).to(dtype)
-
-
-@contextmanager
-def _full_products(like: Tensor) -> Iterator[None]:
-    """Products with all digits of float32: those of TF32 do not do for an inverse."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    if not like.is_cuda or before == "ieee":
-        yield
-        return
-    matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
 
 
 def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_locoprop.gram import Use
 from torch_locoprop.kernels import local, rmsprop
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
@@ -70,6 +71,12 @@ class FirstOrder(Solver):
                     start, eta = problem.start[name], numbers[name].at(rate, at[name]).lr
                     at[name] = start + regularizer.prox(at[name] - start, eta)
         return at if joint is None else joint.found(), states
+
+    def use_of_rows(
+        self, local_steps: int, number: int, state: Tensors, columns: int
+    ) -> Use | None:
+        ours = type(self).solve in (FirstOrder.solve, RmsProp.solve)
+        return Use(gradients=local_steps - 1) if ours else None
 
     def is_fixed_work(self, number: int) -> bool:
         return True
