@@ -161,6 +161,8 @@ def use_of_rows(
     targets = (asked.target, variant.target)
     if method.regularizer.needs or not all(target.knows_first_gradient for target in targets):
         return None
+    if not layer.is_intact:
+        return None  # step() will tell
     weight = layer.kind.matrix("weight", layer.tensors["weight"])
     columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
     owner = layer.tensors["weight" if "weight" in moved else "bias"]
