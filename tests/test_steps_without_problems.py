@@ -102,6 +102,17 @@ def test_a_control_run_trains_nothing_by_itself(outer: bool) -> None:
     assert stayed == [not outer] * len(before)
 
 
+def test_a_control_run_of_frozen_layers_trains_nothing_either() -> None:
+    model = normed()
+    opt = made(model, apply="nothing")
+    for module in (model[0], model[3]):
+        module.requires_grad_(False)
+    before = weights(model)
+    loss_of(model).backward()
+    opt.step()
+    assert_close(weights(model), before, 0.0)
+
+
 def test_groups_are_added_to_an_optimizer_that_was_loaded() -> None:
     model = network()
     opt = made(model, param_groups=[{"params": list(model[0].parameters())}])

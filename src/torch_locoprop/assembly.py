@@ -159,10 +159,9 @@ def use_of_rows(
     asked, method = components.variant(group), planned_method(layer, group, components)
     variant, exact = method.variant, _is_exact(method)
     targets = (asked.target, variant.target)
-    if method.regularizer.needs or not all(target.knows_first_gradient for target in targets):
+    first_known = all(target.knows_first_gradient for target in targets)
+    if method.regularizer.needs or not first_known or not layer.is_intact:  # which step() will tell
         return None
-    if not layer.is_intact:
-        return None  # step() will tell
     weight = layer.kind.matrix("weight", layer.tensors["weight"])
     columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
     owner = layer.tensors["weight" if "weight" in moved else "bias"]

@@ -250,7 +250,7 @@ class LocoProp(WithFallback):
         check_intact(self._layers)
         trained = {layer: own for layer in self._layers if (own := layer.with_gradient)}
         if self._leaves_layers_alone(trained, closure is not None and loss is None):
-            self._step_fallback()
+            self._step_others()
             return loss
         check_recorded(trained)
         with full_precision(self._layers):
@@ -301,10 +301,14 @@ class LocoProp(WithFallback):
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1
-        if self._apply != "nothing" or self._outer is not None:
-            self._step_fallback()
+        self._step_others()
         self._plan_capture()
         self._report_skips()
+
+    def _step_others(self) -> None:
+        """Step the fallback, but in a control run in which all weights stay."""
+        if self._apply != "nothing" or self._outer is not None:
+            self._step_fallback()
 
     def _solve_all(self, trained: graphs.Trained, terms: float) -> dict[nn.Parameter, Tensor]:
         """Solve every layer's local problem; on a GPU, by the replay of a graph where that is right."""

@@ -97,11 +97,11 @@ class LocalProblem:
         """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
-        d = next(iter(self.start.values())).shape[-2 if "weight" in self.start else -1]
+        d = self._like.shape[-2 if "weight" in self.start else -1]
         if self.exchange is not None:
             return self._gram_of_all(d, local_steps - 1)
         if isinstance(self.x, Gram):
-            return self.x.to(next(iter(self.start.values())).dtype)
+            return self.x.to(self._like.dtype)
         return self.layer.gram(self.x, d, local_steps - 1, self._own_weights)
 
     def square(self, dtype: torch.dtype) -> Tensor:
@@ -184,18 +184,26 @@ class LocalProblem:
             self.exchange([of_rows])
         return of_rows
 
+    @property
+    def _like(self) -> Tensor:
+        """One of the trained tensors, which have one dtype."""
+        return next(iter(self.start.values()))
+
     def _gram_of_all(self, d: int, gradients: int) -> Gram | None:
         """That of all rows, weighted, if it is cheaper: by what all processes know, to agree."""
         assert self.exchange is not None
         own, together = self.x, self.exchange.together
-        own = own.to(next(iter(self.start.values())).dtype) if isinstance(own, Gram) else own
-        if not isinstance(own, Gram):
+        if isinstance(own, Gram):
+            own = own.to(self._like.dtype)
+        else:
             linear = isinstance(own, Tensor) and own.dim() == 2
             cheaper = linear and saves_work(together.rows, d, own.shape[-1], gradients)
             if not cheaper and not together.some_have_gram:
                 return None
-            dtype = next(iter(self.start.values())).dtype
-            own = Gram.of(own, self._own_weights) if linear else self.layer.products(own, dtype)
+            if linear:
+                own = Gram.of(own, self._own_weights)
+            else:
+                own = self.layer.products(own, self._like.dtype)
         weight = 1.0 if self._own_weights is not None else self.row_weight
         square, total = own.square * weight, own.total * weight
         rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight
