@@ -20,6 +20,7 @@ from torch_locoprop.study import methods, spaces, tuning
 from torch_locoprop.study.run_folder import RunFolder
 from torch_locoprop.study.runner import run
 from torch_locoprop.study.tuning import Status
+from torch_locoprop.study.tuning_folder import TuningFolder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL and flock")
 
@@ -99,6 +100,8 @@ def check_whole(folder: Path, trials: int) -> None:
     assert [row["number"] for row in rows] == list(range(trials))
     assert {row["state"] for row in rows} <= {"complete", "pruned", "diverged"}
     assert [row["settings"]["lr"] for row in rows] == [drawn[n]["lr"] for n in range(trials)]
+    with TuningFolder(folder).worker() as name:  # whoever comes next forgets the dead
+        assert [path.name for path in (folder / "workers").iterdir()] == [name]
     assert list((folder / "workers").iterdir()) == []
 
 

@@ -395,3 +395,14 @@ def test_a_worker_is_alive_as_long_as_it_lives(tmp_path: Path) -> None:
     (tmp_path / "workers" / "killed").touch()
     assert not files.is_alive("killed")
     assert not (tmp_path / "workers" / "killed").exists()
+
+
+def test_a_worker_forgets_the_dead_and_nobody_else(tmp_path: Path) -> None:
+    files = TuningFolder(tmp_path)
+    (tmp_path / "workers").mkdir()
+    with files.worker() as first:
+        (tmp_path / "workers" / "killed before its first trial").touch()
+        with files.worker() as second:
+            assert files.is_alive(first)
+            left = {path.name for path in (tmp_path / "workers").iterdir()}
+            assert left == {first, second}

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +85,12 @@ class TuningFolder:
         """Be known as alive, under the name that this gives, until the end or a kill."""
         name = uuid.uuid4().hex
         path = self._worker(name)
-        with open(path, "wb") as file:
-            lock(file, wait=False)
+        with ExitStack() as stack:
+            with self.locked():  # or a file without its lock yet would look like a dead process's
+                for other in path.parent.iterdir():
+                    self.is_alive(other.name)  # a kill before the first trial leaves nothing else
+                file = stack.enter_context(open(path, "wb"))
+                lock(file, wait=False)
             try:
                 yield name
             finally:
