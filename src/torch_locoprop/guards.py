@@ -7,7 +7,7 @@ is near zero move as far as the layer may.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_locoprop.kernels import on_device, writing
 from torch_locoprop.problem import LocalProblem
+from torch_locoprop.solvers.base import Checked
 
 Tensors = dict[str, Tensor]
 
@@ -56,6 +57,15 @@ def guarded(
 def falls(problem: LocalProblem, new: Tensors) -> Tensor:
     """Whether the solution is finite and its local objective below that of the start."""
     return all_finite(list(new.values())) & (problem.objective(new) <= 0)
+
+
+def is_finite(new: Tensors, states: Mapping[str, Tensors]) -> Tensor:
+    """Whether a solution and the states after it are."""
+    if isinstance(new, Checked):
+        return new.finite[0]
+    return all_finite(
+        [*new.values(), *(entry for own in states.values() for entry in own.values())]
+    )
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

@@ -40,7 +40,7 @@ from torch_locoprop.groups import (
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.guards import all_finite, guarded, write_if
+from torch_locoprop.guards import all_finite, guarded, is_finite, write_if
 from torch_locoprop.lanes import current, lanes
 from torch_locoprop.outer import (
     OuterFactory,
@@ -387,8 +387,7 @@ class LocoProp(WithFallback):
     ) -> dict[nn.Parameter, Tensor]:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
         group = group_of[layer.given[0]]
-        entries = [entry for state in states.values() for entry in state.values()]
-        settled = all_finite([*new.values(), *entries])
+        settled = is_finite(new, states)
         kept = [
             pair
             for name, state in states.items()

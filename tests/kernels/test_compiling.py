@@ -28,6 +28,7 @@ def compiled(kernel, options, kind="*fp32", **constants):
         rows = {"left": constants["TALL"], "right": constants["BROAD"]}
         deep = constants["DEEP"]
         kinds |= {name: f"tensordesc<{kind[1:]}[{tall},{deep}]>" for name, tall in rows.items()}
+    kinds |= {name: "*u8" for name in ("ok",)}
     kinds |= {name: "i32" for name in INTEGERS} | {name: "fp32" for name in floats}
     kinds |= {name: "constexpr" for name in constants}
     kinds = {name: kinds[name] for name in kernel.arg_names}
@@ -56,14 +57,14 @@ for eta_at, first in itertools.product((0, 1, 2), (False, True)):
     assert compiled(kernels.rmsprop, {}, eta_at=eta_at, **PLACES, **own)
 for has, unit in itertools.product((False, True), (1, 4)):
     for eta_at, gram in enumerate((False, True)):
-        own = {"BY_GRAM": gram, "HAS_BIAS": has, "ROUNDS": False}
+        own = {"BY_GRAM": gram, "HAS_BIAS": has, "ROUNDS": False, "LAST": unit == 4}
         of_products("step", "tf32", unit, eta_at=eta_at, **PLACES, **own)
 for transfer, precision in enumerate(("tf32", "tf32", "tf32x3", "tf32x3")):
     own = {"HAS_BIAS": True}
     of_products("residual", precision, 4, TRANSFER=transfer, **own)
 own = {"HAS_BIAS": True}
 of_products("residual", "bf16", 8, "*bf16", TRANSFER=1, **own)
-own = {"BY_GRAM": False, "HAS_BIAS": True, "ROUNDS": True}
+own = {"BY_GRAM": False, "HAS_BIAS": True, "ROUNDS": True, "LAST": False}
 of_products("step", "bf16", 8, "*bf16", eta_at=1, **PLACES, **own)
 print("all compiled")
 """

@@ -1,18 +1,20 @@
 """The fused local iterations equal the plain ones: on a GPU, or by Triton's interpreter."""
 
+import warnings
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from torch_locoprop import LocoProp
 from torch_locoprop.kernels import local, on_device
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, PostSquared, Squared
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS
-from torch_locoprop.solvers.base import Numbers
+from torch_locoprop.solvers.base import Checked, Numbers
 from torch_locoprop.solvers.first_order import RmsProp
 from torch_locoprop.targets import GradientDescent, MirrorDescent
 from torch_locoprop.transfers import Transfer, get
@@ -213,6 +215,29 @@ def test_what_is_not_finite_stays_so(device: str) -> None:
     assert not new["bias"].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter's NumPy
+@pytest.mark.parametrize("squared", [True, False])
+@pytest.mark.parametrize("broken", ["weight", "bias", "square", "momentum"])
+def test_the_last_iteration_looks_whether_all_is_finite(
+    device: str, squared: bool, broken: str
+) -> None:
+    """Of each member alone, and of what the padding of a part holds nothing."""
+    of = problem(device, members=3, squared=squared)
+    numbers = dict.fromkeys(of.start, NUMBERS)
+    states = {k: RmsProp().init(t, NUMBERS) for k, t in of.start.items()}
+    new, _ = RmsProp().solve(of, states, numbers, 3, "linear")
+    assert isinstance(new, Checked)
+    assert new.finite.tolist() == [True, True, True]
+    place = of.backprop if broken in of.backprop else states["weight"]
+    place[broken][1].view(-1)[-1] = torch.inf
+    new, after = RmsProp().solve(of, states, numbers, 3, "linear")
+    assert isinstance(new, Checked)
+    assert new.finite.tolist() == [True, False, True]
+    left = [*new.values(), *(entry for state in after.values() for entry in state.values())]
+    finite = torch.stack([t.isfinite().flatten(1).all(1) for t in left]).all(0)
+    assert finite.tolist() == [True, False, True]
+
+
 def test_one_output_whose_weight_is_a_part_of_a_wider_matrix(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,3 +254,26 @@ def test_one_output_whose_weight_is_a_part_of_a_wider_matrix(
 def test_what_is_too_large_to_be_counted_is_left_to_others(d: int, n: int, rows: int) -> None:
     assert not local._is_countable(torch.empty(d, n, device="meta"), rows)
     assert local._is_countable(torch.empty(min(d, 4000), min(n, 4000), device="meta"), 1000)
+
+
+def test_a_step_that_is_not_finite_is_skipped(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last iteration has found is what the optimizer goes by."""
+    solutions: list[object] = []
+    solve = local.solve
+    monkeypatch.setattr(local, "solve", lambda *of: solutions.append(solve(*of)) or solutions[-1])
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(device)
+    optimizer = LocoProp(model, lr=1e-3, gamma=10.0, local_steps=3, cuda_graph=False)
+    x = drawn(20, 4, device=device)
+    for scale in (1.0, torch.inf):
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        model(x).square().sum().backward()
+        for p in model[0].parameters():
+            p.grad *= scale
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the step that is not finite
+            optimizer.step()
+        optimizer.zero_grad()
+        moved = {name: not torch.equal(p, before[name]) for name, p in model.named_parameters()}
+        assert moved == {name: scale == 1 or name[0] == "2" for name in before}
+    assert len(solutions) == 4
+    assert optimizer.skipped_updates == {"0": 1, "2": 0}

@@ -250,17 +250,25 @@ def residual(
 
 
 @triton.jit
-def write_step(
-    g, first, gamma, weight, square, momentum, new_weight, rounded, scale, eta, mu, rho, eps, k, d, n,
-    feature, column, ROUNDS: tl.constexpr,
+def is_number(x):
+    return tl.abs(x) < float("inf")  # which what is no number is not
+
+
+@triton.jit
+def write_moved(
+    g, tensor, square, momentum, new_tensor, rounded, start, ok, eta, mu, rho, eps, at, here,
+    ROUNDS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    at = (k * d + feature[:, None]) * n + column[None, :]
-    here = (feature[:, None] < d) & (column[None, :] < n)
+    """A step's results; of the last one the tensor itself, and whether all that is left is finite."""
     w, v, m = moved(
-        tl.load(weight + at, here), tl.load(square + at, here), tl.load(momentum + at, here),
-        scale * g + gamma * tl.load(first + at, here), eta, mu, rho, eps,
+        tl.load(tensor + at, here), tl.load(square + at, here), tl.load(momentum + at, here),
+        g, eta, mu, rho, eps,
     )  # fmt: skip
-    tl.store(new_weight + at, w, here)
+    if LAST:
+        w += tl.load(start + at, here)
+        good = is_number(w) & is_number(v) & is_number(m)
+        tl.store(ok + 0 * at, 0, here & (good == 0))
+    tl.store(new_tensor + at, w, here)
     if ROUNDS:
         tl.store(rounded + at, w, here)
     tl.store(square + at, v, here)
@@ -271,10 +279,10 @@ def write_step(
 def step(
     left, right, total, count, weight_first, bias_first, gamma,
     weight, weight_square, weight_momentum, new_weight, rounded,
-    bias, bias_square, bias_momentum, new_bias,
+    bias, bias_square, bias_momentum, new_bias, weight_start, bias_start, ok,
     scale, eta, mu, rho, eps, rate, units, n_units, d, right_rows, gamma_at: tl.constexpr,
     eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
-    BY_GRAM: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr,
+    BY_GRAM: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr, LAST: tl.constexpr,
     UNIT: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr, IN_BLOCKS: tl.constexpr,
     TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
@@ -282,7 +290,8 @@ def step(
 
     The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W [XᵀX Xᵀ1]`` and what
     the bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere.
-    Where products are of rounded numbers, W is also written as such.
+    Where products are of rounded numbers, W is also written as such. The last step adds the start, and
+    clears ``ok`` of member k if something is not finite.
     """
     k = tl.program_id(2)
     inner, n = units * UNIT, n_units * N_UNIT
@@ -303,15 +312,11 @@ def step(
             there, mine = feature < d, k * d + feature
             if BY_GRAM:
                 sums += tl.load(bias + mine, there, 0.0) * count
-            b, b_square, b_momentum = moved(
-                tl.load(bias + mine, there), tl.load(bias_square + mine, there),
-                tl.load(bias_momentum + mine, there),
+            write_moved(
                 scale * sums + own_gamma * tl.load(bias_first + mine, there),
-                own_eta, own_mu, own_rho, own_eps,
+                bias, bias_square, bias_momentum, new_bias, new_bias, bias_start, ok + k,
+                own_eta, own_mu, own_rho, own_eps, mine, there, False, LAST,
             )  # fmt: skip
-            tl.store(new_bias + mine, b, there)
-            tl.store(bias_square + mine, b_square, there)
-            tl.store(bias_momentum + mine, b_momentum, there)
     parts = rows_by_four(g, TALL, BROAD)
     for q in tl.static_range(4):
         own = tl.program_id(1) * TALL + q * (TALL // 4) + tl.arange(0, TALL // 4)
@@ -319,10 +324,12 @@ def step(
         if BY_GRAM and HAS_BIAS:
             counts = tl.load(total + k * n + column, column < n, 0.0)
             part += tl.load(bias + k * d + own, own < d, 0.0)[:, None] * counts[None, :]
-        write_step(
-            part, weight_first, own_gamma, weight, weight_square, weight_momentum,
-            new_weight, rounded, scale, own_eta, own_mu, own_rho, own_eps,
-            k, d, n, own, column, ROUNDS,
+        at = (k * d + own[:, None]) * n + column[None, :]
+        here = (own[:, None] < d) & (column[None, :] < n)
+        write_moved(
+            scale * part + own_gamma * tl.load(weight_first + at, here),
+            weight, weight_square, weight_momentum, new_weight, rounded, weight_start, ok + k,
+            own_eta, own_mu, own_rho, own_eps, at, here, ROUNDS, LAST,
         )  # fmt: skip
 
 
@@ -333,8 +340,7 @@ def finite(ok, tensors, each, BLOCK: tl.constexpr):
     inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     for t in tl.static_range(len(tensors)):
         value = tl.load(tensors[t] + k * each + inside, inside < each, 0.0)
-        good = tl.abs(value) < float("inf")  # which what is no number is not
-        tl.store(ok + k + 0 * inside, 0, tl.where(good, 0, 1) == 1)
+        tl.store(ok + k + 0 * inside, 0, is_number(value) == 0)
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from torch_locoprop.gram import Gram
 from torch_locoprop.kernels import on_device, rmsprop
 from torch_locoprop.kernels.rmsprop import Moving
 from torch_locoprop.problem import LocalProblem
-from torch_locoprop.solvers.base import Numbers, Tensors, local_rate
+from torch_locoprop.solvers.base import Checked, Numbers, Tensors, local_rate
 from torch_locoprop.spread import Number
 from torch_locoprop.transfers import Linear, ReLU, Sigmoid, Tanh
 
@@ -64,6 +64,14 @@ TURNED = 64  # rows and columns that one program takes to transpose
 ROUNDED = torch.bfloat16
 
 Movings = dict[str, Moving]
+
+
+class Step(NamedTuple):
+    """One local iteration after the first."""
+
+    rate: float
+    ok: Tensor | None  # of the last one: where it says which members are finite
+
 
 TRANSFERS: dict[type | None, int] = {Linear: 0, Tanh: 1, Sigmoid: 2, ReLU: 3}
 
@@ -112,32 +120,44 @@ def solve(
     for name, start in problem.start.items():
         old = Moving(start, **states[name])
         at[name] = Moving(*map(torch.empty_like, old))
-        gradient = problem.backprop[name]
-        rmsprop.step(old, at[name], gradient, numbers[name], rates[0], gamma, from_zero=True)
+        gradient, moves = problem.backprop[name], local_steps > 1
+        rmsprop.step(old, at[name], gradient, numbers[name], rates[0], gamma, from_zero=moves)
+    if local_steps == 1:
+        return _tensors(at), _states(at)
+    weight = problem.start["weight"]
+    ok = torch.ones(_members(weight), dtype=torch.uint8, device=weight.device)
+    steps = [Step(rate, None) for rate in rates[1:-1]] + [Step(rates[-1], ok)]
     if gram is not None:
-        at = _by_gram(problem, gram, at, numbers["weight"], rates[1:])
-    elif local_steps > 1:
-        at = _by_rows(problem, at, numbers["weight"], rates[1:])
-    found = {name: moving.tensor.add_(problem.start[name]) for name, moving in at.items()}
-    return found, {name: {"square": m.square, "momentum": m.momentum} for name, m in at.items()}
+        at = _by_gram(problem, gram, at, numbers["weight"], steps)
+    else:
+        at = _by_rows(problem, at, numbers["weight"], steps)
+    return Checked(_tensors(at), ok.view(torch.bool)), _states(at)
+
+
+def _tensors(at: Movings) -> Tensors:
+    return {name: moving.tensor for name, moving in at.items()}
+
+
+def _states(at: Movings) -> dict[str, Tensors]:
+    return {name: {"square": m.square, "momentum": m.momentum} for name, m in at.items()}
 
 
 def _by_gram(
-    problem: LocalProblem, gram: Gram, at: Movings, numbers: Numbers, rates: Sequence[float]
+    problem: LocalProblem, gram: Gram, at: Movings, numbers: Numbers, steps: Sequence[Step]
 ) -> Movings:
     """The rest of the iterations, by the products of the rows with themselves."""
     rows, total = gram.square, gram.total.contiguous()
     table = torch.cat([rows, total.unsqueeze(-2)], -2) if "bias" in at else rows.contiguous()
     table, left = (t.to(_dtype(problem)) for t in (table, at["weight"].tensor))
-    for rate in rates:
+    for step in steps:
         rounded = torch.empty_like(left) if _rounds(problem) else left
-        at = _stepped(problem, left, table, at, rounded, numbers, rate, gram)
+        at = _stepped(problem, left, table, at, rounded, numbers, step, gram)
         left = rounded if _rounds(problem) else at["weight"].tensor
     return at
 
 
 def _by_rows(
-    problem: LocalProblem, at: Movings, numbers: Numbers, rates: Sequence[float]
+    problem: LocalProblem, at: Movings, numbers: Numbers, steps: Sequence[Step]
 ) -> Movings:
     """The rest of the iterations, by the rows, in place."""
     x, weight, bias = problem.x, at["weight"], at.get("bias")
@@ -154,7 +174,7 @@ def _by_rows(
     parts = RESIDUAL[precision]
     grid = parts.grid(lead, d, _members(weight.tensor))
     w_blocks, x_blocks, in_blocks = _factors(rounded, x, parts)
-    for rate in rates:
+    for step in steps:
         on_device.kernels().residual[grid](
             w_blocks, x_blocks, notes, notes if bias is None else bias.tensor, delta,
             n // _unit(n), rows // _unit(rows), d, _apart(x),
@@ -162,7 +182,7 @@ def _by_rows(
             N_UNIT=_unit(n), ROW_UNIT=_unit(rows), IN_BLOCKS=in_blocks,
             **parts.options(precision),
         )  # fmt: skip
-        _stepped(problem, delta, table, at, rounded, numbers, rate)
+        _stepped(problem, delta, table, at, rounded, numbers, step)
     return at
 
 
@@ -199,14 +219,17 @@ def _stepped(
     at: Movings,
     rounded: Tensor,
     numbers: Numbers,
-    rate: float,
+    step: Step,
     gram: Gram | None = None,
 ) -> Movings:
-    """RMSProp's step with the gradient ``left @ tableᵀ``: in place, but for what is read."""
+    """RMSProp's step with the gradient ``left @ tableᵀ``: in place, but for what is read.
+
+    It is of displacements, and the last one's result is not.
+    """
     first, weight, bias = problem.backprop, at["weight"], at.get("bias")
     d, n = weight.tensor.shape[-2:]
     columns, inner = table.shape[-2:]
-    new = {name: moving.tensor for name, moving in at.items()}
+    new = _tensors(at)
     if gram is not None:
         new = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     unused = weight.tensor  # a pointer that is not read
@@ -218,10 +241,13 @@ def _stepped(
         0.0 if gram is None else float(gram.rows), first["weight"], first.get("bias", unused),
         problem.gamma,
         *weight, new["weight"], rounded, *(bias or (unused,) * 3), new.get("bias", unused),
-        problem.row_weight, *rmsprop.numbers_of(numbers), rate,
+        problem.start["weight"], problem.start.get("bias", unused),
+        unused if step.ok is None else step.ok,
+        problem.row_weight, *rmsprop.numbers_of(numbers), step.rate,
         inner // _unit(inner), n // _unit(n), d, _apart(table),
         rmsprop.place(problem.gamma), *rmsprop.places(numbers),
-        BY_GRAM=gram is not None, HAS_BIAS=bias is not None, ROUNDS=_rounds(problem),
+        BY_GRAM=gram is not None, HAS_BIAS=bias is not None,
+        ROUNDS=_rounds(problem) and step.ok is None, LAST=step.ok is not None,
         UNIT=_unit(inner), N_UNIT=_unit(n), IN_BLOCKS=in_blocks,
         **parts.options(precision),
     )  # fmt: skip

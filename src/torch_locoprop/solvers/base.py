@@ -33,6 +33,14 @@ class Numbers:
         )
 
 
+class Checked(dict[str, Tensor]):
+    """New tensors, from a solver that has looked whether they and the new states are finite."""
+
+    def __init__(self, tensors: Tensors, finite: Tensor) -> None:
+        super().__init__(tensors)
+        self.finite = finite  # bool [members], or [1] where there is one problem
+
+
 class Solver:
     """Finds (approximately) the solution of a local problem; holds no state of its own.
 

@@ -26,6 +26,7 @@ from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
+from torch_locoprop.solvers.base import Checked
 from torch_locoprop.spread import spread
 from torch_locoprop.transfers import Sigmoid, Tanh, Transfer
 from torch_locoprop.variants import VARIANTS, Variant
@@ -259,7 +260,9 @@ class Population:
         entries = [*new.values(), *(t for state in states.values() for t in state.values())]
         of_members = [t for t in entries if t.dim() > 0]
         fast = on_device.takes(of_members)
-        if fast:
+        if isinstance(new, Checked):
+            ok = new.finite
+        elif fast:
             ok = writing.finite(of_members, len(self))
         else:
             ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
