@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -29,6 +30,29 @@ def test_an_optimizer_that_never_steps_does_not_collect_rows() -> None:
         opt.step()
         opt.zero_grad()
     assert all(len(layer.calls) == 1 for layer in idle._layers)
+
+
+def for_inputs(loss: Tensor, x: Tensor) -> None:
+    torch.autograd.grad(loss, x)
+
+
+def into_inputs(loss: Tensor, x: Tensor) -> None:
+    loss.backward(inputs=[x])
+
+
+@pytest.mark.parametrize("ask", [for_inputs, into_inputs])
+def test_passes_that_only_ask_for_other_gradients_leave_nothing(
+    ask: Callable[[Tensor, Tensor], None],
+) -> None:
+    """Saliency maps, attacks: a whole epoch of them may pass without a step."""
+    model, hidden = network(), []
+    opt = LocoProp(model, output_transfer="sigmoid")
+    model[1].register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out)))
+    for _ in range(3):
+        x = X.clone().requires_grad_()
+        ask(cross_entropy(model(x), Y), x)
+    assert all(ref() is None for ref in hidden)
+    assert not any(layer.calls or layer._pending for layer in opt._layers)
 
 
 @pytest.mark.parametrize("variant", [*VARIANTS, "own"])

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -157,6 +158,8 @@ class ServedLayer:
         """Note a call that a backward pass went through; it counts once gradients accumulate."""
         if backward_pass not in self._pending:
             self._pending[backward_pass] = []
+            at_the_end = torch.autograd.Variable._execution_engine.queue_callback
+            at_the_end(partial(self._forget, backward_pass))
             if self._starts_afresh():
                 self._replacing.add(backward_pass)
             else:
@@ -184,6 +187,11 @@ class ServedLayer:
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
         self._lengths = self._gradient_lengths()
         self.ready = lanes.mark()
+
+    def _forget(self, backward_pass: int) -> None:
+        """A pass is over: what it has not added to a gradient by now, it never will."""
+        self._pending.pop(backward_pass, None)
+        self._replacing.discard(backward_pass)
 
     def let_go_of_overwritten(self) -> bool:
         """Whether an input is not what it was in the forward pass: no rows are left then."""
