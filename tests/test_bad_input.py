@@ -13,6 +13,7 @@ from torch import nn
 from torch_locoprop import LocoProp, Variant
 from torch_locoprop.losses import LocalLoss, Squared
 from torch_locoprop.regularizers import L1, FisherMahalanobis
+from torch_locoprop.solvers import Sgd
 from torch_locoprop.targets import GradientDescent, NaturalGradient, Target
 
 NAN, INF = float("nan"), float("inf")
@@ -55,6 +56,8 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"regularizer": "fisher"}, "draws labels from the model's predictive distribution"),
     ({"param_groups": [{"params": [], "lrr": 1.0}]}, "Unknown setting in a parameter group 'lrr'"),
     ({"param_groups": [{"params": nn.Linear(2, 2).parameters()}]}, "not the model's"),
+    ({"param_groups": [{"lr": 1.0}]}, "A parameter group has no 'params'"),
+    ({"variant": "LocoProp-M"}, "Did you mean 'locoprop-m'"),
 ]
 
 
@@ -80,6 +83,23 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
 def test_components_of_the_wrong_type(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         LocoProp(network(), **options)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"solver": "rmsprob"}, "Unknown solver 'rmsprob'. Did you mean 'rmsprop'"),
+        ({"solver": Sgd()}, "in a parameter group, which holds names: sgd, momentum"),
+        ({"variant": 3}, "Invalid variant=3 in a parameter group"),
+    ],
+)
+def test_groups_changed_to_what_is_not_known(setting: dict[str, Any], message: str) -> None:
+    model = network()
+    opt = LocoProp(model)
+    model(batch(5, 6)).sum().backward()
+    opt.param_groups[0].update(setting)
+    with pytest.raises((TypeError, ValueError), match=message):
+        opt.step()
 
 
 def test_parameters_instead_of_a_model() -> None:
@@ -168,6 +188,8 @@ def test_fallback_must_be_an_optimizer_of_what_it_is_given() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     with pytest.raises(TypeError, match=r"must return a torch.optim.Optimizer, not list"):
         LocoProp(model, fallback=lambda p: p)
+    with pytest.raises(TypeError, match=r"must be a function of the parameters.*not AdamW"):
+        LocoProp(model, fallback=torch.optim.AdamW(model[1].parameters()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="exactly the parameters it is given"):
         LocoProp(model, fallback=lambda p: torch.optim.SGD(model.parameters(), lr=0.1))
 

@@ -13,6 +13,7 @@ import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
+import torch_locoprop
 from torch_locoprop import LocoProp
 
 
@@ -160,6 +161,24 @@ def test_two_optimizers_may_share_a_model() -> None:
     second.step()
     moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
     assert moved == [True, True, True, True, False, False]
+
+
+def test_summary_tells_of_modules_that_came_and_went() -> None:
+    model, opt = make()
+    step(model, opt)
+    model[4] = nn.Linear(4, 3).double()
+    model.append(nn.LayerNorm(3).double())
+    *_, gone, head, norm, _, total = opt.summary().splitlines()
+    assert (gone.split()[0], head.split()[0], norm.split()[0]) == ("4", "4", "5")
+    assert gone.endswith("is not in the model any more")
+    assert head.endswith("came after the optimizer was made: make a new one")
+    assert norm.endswith("came after the optimizer was made: make a new one")
+    assert total == "5 modules; 59 of 80 parameters in local problems"
+
+
+def test_the_public_names_are_attributes_of_the_package() -> None:
+    names = "baselines losses regularizers solvers targets transfers variants LocoProp Variant"
+    assert set(names.split()) == set(torch_locoprop.__all__)
 
 
 def test_lr_may_be_a_tensor() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -195,6 +196,20 @@ def test_add_param_group_serves_a_layer_that_came_later() -> None:
     assert rows[5].split()[3] == "sigmoid"
     with pytest.raises(ValueError, match="more than one parameter group"):
         opt.add_param_group({"params": model[0].parameters()})
+
+
+@pytest.mark.parametrize("second", ["adam", "momentum", "adagrad"])
+def test_a_solver_that_replaces_another_begins_anew(second: str) -> None:
+    """Also after a resumption; RMSProp's momentum is not Momentum's, nor its average Adagrad's sum."""
+    model = network()
+    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    step(model, opt)
+    resumed = LocoProp(model, output_transfer="sigmoid")
+    resumed.load_state_dict(opt.state_dict())
+    resumed.param_groups[0]["solver"] = second
+    expected = after_one_step(copy.deepcopy(model), lr=1e-3, solver=second)
+    step(model, resumed)
+    assert_close(weights(model), expected, 0.0)
 
 
 def test_maximize_is_the_negated_loss() -> None:

@@ -1,7 +1,18 @@
 """LocoProp: every layer solves a small local problem after each backward pass."""
 
+from torch_locoprop import baselines, losses, regularizers, solvers, targets, transfers, variants
 from torch_locoprop.optimizer import LocoProp
 from torch_locoprop.variants import Variant
 
-__all__ = ["LocoProp", "Variant"]
+__all__ = [
+    "LocoProp",
+    "Variant",
+    "baselines",
+    "losses",
+    "regularizers",
+    "solvers",
+    "targets",
+    "transfers",
+    "variants",
+]
 __version__ = "0.1.0"

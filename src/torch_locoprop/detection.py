@@ -317,6 +317,7 @@ def transfer_inside(loss_fn: object) -> Transfer:
     if name not in _LOSS_TRANSFERS:
         raise ValueError(
             f"The transfer inside loss_fn={name} is not known. Pass output_transfer= (sigmoid, "
-            f"softmax or linear) instead. Known losses: {', '.join(_LOSS_TRANSFERS)}."
+            f"softmax or linear) instead, or none where the model itself ends in its transfer. "
+            f"Known losses: {', '.join(_LOSS_TRANSFERS)}."
         )
     return transfers.get(_LOSS_TRANSFERS[name])

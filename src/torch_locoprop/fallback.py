@@ -73,7 +73,8 @@ def check_recorded(layers: Iterable[ServedLayer]) -> None:
             "compiled and called before the optimizer was made, call torch.compiler.reset(): what "
             "is compiled already knows no hooks. If another model of its class is compiled too, set "
             "torch._dynamo.config.skip_nnmodule_hook_guards = False: the compiler does not tell one "
-            "with hooks from one without. Compiled autograd runs none either: turn it off."
+            "with hooks from one without. Compiled autograd runs none either: turn it off. The "
+            "replicas of nn.DataParallel are not seen: use DistributedDataParallel."
         )
 
 
@@ -88,6 +89,11 @@ def make_fallback(
             stacklevel=4,
         )
         return torch.optim.AdamW(params, lr=1e-3)
+    if not callable(factory):
+        raise TypeError(
+            f"fallback= must be a function of the parameters that have no local problem, not "
+            f"{type(factory).__name__}: fallback=lambda params: torch.optim.AdamW(params, lr=1e-3)."
+        )
     fallback = factory(params)
     if isinstance(fallback, torch.optim.LBFGS):
         raise TypeError("LBFGS needs a closure of its own and cannot be the fallback.")

@@ -17,13 +17,15 @@ from torch_locoprop.transfers import Transfer
 
 Group = dict[str, Any]
 
-_BOOKKEEPING = ("params", "initial_lr", "local_lr", "fallback", "steps")
+_BOOKKEEPING = ("params", "initial_lr", "local_lr", "fallback", "steps", "state_of")
 
 
 def checked_group(
     group: Mapping[str, Any], model: nn.Module, components: Components, output: Transfer | None
 ) -> Group:
     """A group with its settings checked, names for its components, and a list of parameters."""
+    if "params" not in group:
+        raise ValueError("A parameter group has no 'params': the parameters it is for.")
     for key in group:
         if key not in components.settings and key not in _BOOKKEEPING:
             raise ValueError(unknown("setting in a parameter group", key, components.settings))

@@ -57,7 +57,7 @@ from torch_locoprop.served import ServedLayer, check_intact, full_precision
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
-from torch_locoprop.survey import check_any_served, patterns_of, survey
+from torch_locoprop.survey import check_any_served, newcomers, patterns_of, survey
 from torch_locoprop.transfers import Transfer, get
 from torch_locoprop.variants import Variant
 
@@ -215,6 +215,7 @@ class LocoProp(WithFallback):
             "local_lr": None,  # that of the local problem, where it is not lr
             "fallback": False,  # whose group it is
             "steps": 0,  # taken so far
+            "state_of": None,  # the solver whose state there is
         }
         defaults = self._components.check(defaults)
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
@@ -288,6 +289,7 @@ class LocoProp(WithFallback):
             found = (in_parts, self._capture.leaves)
             decide(layer, self._output_transfer, self._loss_transfer, *found)
             layer.condense()  # as it will be from now on, and is after a resumption
+        self._forget_other_solvers()
         terms = float(loss_terms(self._layers)) if self._loss_sums else 1.0
         if self._capture.processes is not None:
             terms = agree(self._capture.processes, list(trained), terms)
@@ -304,6 +306,15 @@ class LocoProp(WithFallback):
         self._step_others()
         self._plan_capture()
         self._report_skips()
+
+    def _forget_other_solvers(self) -> None:
+        """A solver that stands where another did begins anew: a state means something to one only."""
+        for group in self._local_groups():
+            if group["state_of"] not in (None, group["solver"]):
+                for p in group["params"]:
+                    kept = self.state[p].get("fisher")
+                    self.state[p] = {} if kept is None else {"fisher": kept}
+            group["state_of"] = group["solver"]
 
     def _step_others(self) -> None:
         """Step the fallback, but in a control run in which all weights stay."""
@@ -422,7 +433,8 @@ class LocoProp(WithFallback):
         if self._capture.draws_labels:
             raise RuntimeError(
                 f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
-                "model(x), so that labels can be drawn from its output."
+                "model(x), so that labels can be drawn from its output, and checkpoint its parts with "
+                "use_reentrant=False."
             )
         self._fisher_missing = True
         return backprop_step(method)
@@ -445,17 +457,20 @@ class LocoProp(WithFallback):
 
     def summary(self) -> str:
         """A table of all modules with parameters: what serves them, or why they fall back."""
-        group_of = self._group_of()
+        group_of, present = self._group_of(), set(self._model.modules())
         rows = []
         for layer in self._layers:
-            group = group_of[layer.given[0]]
-            rows.append(layer_row(layer, self._components.variant(group), group["steps"]))
+            group, in_model = group_of[layer.given[0]], layer.module in present
+            rows.append(layer_row(layer, self._components.variant(group), group["steps"], in_model))
         known = {p for group in self.param_groups for p in group["params"]}
         for module in self._unserved:
             trained = self._fallback is not None and not known.isdisjoint(module.parameters)
             rows.append(unserved_row(module, type(self._fallback).__name__ if trained else "–"))
+        for module in newcomers(self._model, self._layers, self._unserved):
+            rows.append(unserved_row(module, "–"))
         skipped = sum(self.skipped_updates.values())
-        return table(rows, footer(len(rows), self._layers, self._model, skipped))
+        still_there = [layer for layer in self._layers if layer.module in present]
+        return table(rows, footer(len(rows), still_there, self._model, skipped))
 
     @property
     def skipped_updates(self) -> dict[str, int]:

@@ -131,8 +131,17 @@ class Components:
             _check_instance("loss", value.loss, LocalLoss)
         return _remember(value, known)
 
-    def _find(self, role: str, name: str) -> Any:
-        return self._roles[role][1][name]
+    def _find(self, role: str, name: object) -> Any:
+        """What a group's entry stands for, which may have been changed since it was checked."""
+        cls, known = self._roles[role]
+        if isinstance(name, str) and name in known:
+            return known[name]
+        if name is None or isinstance(name, str):
+            return known[self._name(role, name)]
+        raise TypeError(
+            f"Invalid {role}={name!r} in a parameter group, which holds names: {', '.join(known)}. "
+            f"A {cls.__name__} of your own is given when the optimizer, or the group, is made."
+        )
 
 
 def check_number(name: str, value: object, low: float, may_equal: bool, high: float) -> None:
@@ -152,7 +161,7 @@ def check_number(name: str, value: object, low: float, may_equal: bool, high: fl
 def unknown(role: str, value: object, known: Iterable[str]) -> str:
     """The message for a name that nobody knows."""
     names = list(known)
-    close = difflib.get_close_matches(str(value), names, n=1)
+    close = difflib.get_close_matches(str(value).lower(), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {role} {value!r}.{hint} Known: {', '.join(names)}."
 

@@ -15,8 +15,12 @@ HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 DETECTED_LATER = "transfer is detected in the first step"
 
 
-def layer_row(layer: ServedLayer, asked_for: Variant, steps: int) -> tuple[str, ...]:
+def layer_row(
+    layer: ServedLayer, asked_for: Variant, steps: int, in_model: bool
+) -> tuple[str, ...]:
     """A layer with a local problem, after so many steps."""
+    if not in_model:
+        return layer.name, layer.kind.kind, "–", "–", "–", "is not in the model any more"
     if not layer.is_intact:
         note = "its parameters were replaced: make a new optimizer"
         return layer.name, layer.kind.kind, "–", "–", "–", note

@@ -14,6 +14,8 @@ from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import unknown
 
+NEW = "came after the optimizer was made: make a new one"
+
 
 @dataclass(frozen=True)
 class Unserved:
@@ -57,6 +59,20 @@ def survey(
         elif own:
             unserved.append(Unserved(name, type(module).__name__, str(reason), own))
     return served, unserved
+
+
+def newcomers(
+    model: nn.Module, served: Iterable[ServedLayer], unserved: Iterable[Unserved]
+) -> list[Unserved]:
+    """Modules that have come into the model since the survey: nobody trains them."""
+    known = {p for module in unserved for p in module.parameters}
+    known |= {p for layer in served for p in layer.module.parameters(recurse=False)}
+    found = []
+    for name, module in model.named_modules():
+        own = tuple(p for p in module.parameters(recurse=False) if p not in known)
+        if own:
+            found.append(Unserved(name, type(module).__name__, NEW, own))
+    return found
 
 
 def check_any_served(served: Sequence[ServedLayer], unserved: Sequence[Unserved]) -> None:
