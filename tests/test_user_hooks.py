@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
+import warnings
 
 import pytest
 import torch
@@ -104,3 +106,36 @@ def test_a_model_is_scripted_before_the_optimizer_is_made_or_after_it_is_gone() 
     del opt
     gc.collect()
     assert_close([torch.jit.script(model)(x)], [model(x)])
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-m"])
+def test_pocoprop_tells_that_it_does_not_see_hooks_on_parameters(variant: str) -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, variant=variant)
+    model[2].weight.register_hook(lambda gradient: 0.5 * gradient)
+    model(batch(8, 6)).square().sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.step()
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == (variant == "pocoprop-m")
+    assert all(message.startswith("The parameters of '2' have hooks") for message in told)
+    assert all(warning.filename == __file__ for warning in caught)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_made_before_a_step_has_neither_gradients_nor_rows(copied) -> None:  # type: ignore[no-untyped-def]
+    """PyTorch copies parameters without their gradients, and rows go with these."""
+    model, x = network(), batch(8, 6)
+    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    model(x).square().sum().backward()
+    other, own = copied((model, opt))
+    assert other[0].weight.grad is None
+    results = []
+    for each, stepping in ((other, own), (model, opt)):
+        if each is model:
+            stepping.zero_grad()
+        each(x).sum().backward()
+        stepping.step()
+        results.append(weights(each))
+    assert_close(*results, 0.0)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, overload
@@ -11,7 +9,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection, graphs, solver_state
+from torch_locoprop import detection, graphs, notices, solver_state
 from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
@@ -63,7 +61,6 @@ from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
 
-_OURS = ("torch", "torch_locoprop")
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
 
 
@@ -186,7 +183,7 @@ class LocoProp(WithFallback):
         self._loss_sums = getattr(loss_fn, "reduction", "mean") == "sum"
         self._fallback = None
         self._fallback_factory = fallback
-        self._warned: set[str] = set()
+        self._notices = notices.Notices()
         self._diagnosed: dict[str, dict[str, Tensor | float]] | None = {} if diagnose else None
         self._replays = cuda_graph
         self._fisher_missing = False
@@ -277,24 +274,26 @@ class LocoProp(WithFallback):
         """One step, from what was recorded."""
         overwritten = [layer.name for layer in trained if layer.let_go_of_overwritten()]
         if overwritten:
-            self._warn_once(
-                "overwritten",
-                f"The input of {', '.join(map(repr, overwritten))} was written to between the forward "
-                "pass and step(). Such a layer takes one BackProp step, and keeps copies of its inputs "
-                "from now on.",
-            )
+            self._notices.once("overwritten", notices.overwritten(overwritten))
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
         in_parts = bool(undecided) and compiled_in_parts(self._layers, self._capture.graphs)
         for layer in undecided:
             found = (in_parts, self._capture.leaves)
             decide(layer, self._output_transfer, self._loss_transfer, *found)
             layer.condense()  # as it will be from now on, and is after a resumption
+        hooked = [
+            layer.name
+            for layer, own in trained.items()
+            if "v" in layer.needs and any(p._backward_hooks for p in own.values())
+        ]
+        if hooked:
+            self._notices.once("hooked", notices.hooked(hooked))
         self._forget_other_solvers()
         terms = float(loss_terms(self._layers)) if self._loss_sums else 1.0
         if self._capture.processes is not None:
             terms = agree(self._capture.processes, list(trained), terms)
         if drift_apart(self._capture.processes, self._local_groups(), self._components):
-            self._warn_once("processes", DRIFT)
+            self._notices.once("processes", DRIFT)
         directions = self._solve_all(trained, terms)
         if self._outer is not None:
             group_of = self._group_of()
@@ -347,11 +346,7 @@ class LocoProp(WithFallback):
         if work is not None and self._apply == "replace":
             torch.autograd.graph.increment_version(work.moving)  # autograd saw nothing of a replay
         if self._graphs.failure is not None:
-            self._warn_once(
-                "graph",
-                f"The step could not be recorded as a CUDA graph ({self._graphs.failure}) and is "
-                "launched kernel by kernel from now on. cuda_graph=False does so from the start.",
-            )
+            self._notices.once("graph", notices.not_recorded(self._graphs.failure))
         return directions
 
     def _solve(
@@ -367,11 +362,7 @@ class LocoProp(WithFallback):
             if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
                 return {}
             layer.note = layer.note or NOT_CALLED
-            self._warn_once(
-                layer.name,
-                f"Layer {layer.name!r} has a gradient, but its forward was not called (a "
-                "functional use of its weight?). Such a layer takes one BackProp step.",
-            )
+            self._notices.once(layer.name, notices.not_called(layer.name))
         state = solver_state.like(parameter, self.state[parameter])
         fisher = running_fisher(layer, method, state.get("fisher"))
         if fisher is None and asks_for_fisher(method):
@@ -558,7 +549,7 @@ class LocoProp(WithFallback):
     def __getstate__(self) -> dict[str, Any]:
         kept = (
             "_model _components _given_transfers _output_transfer _loss_transfer _loss_sums "
-            "_fallback _outer _apply _patterns _diagnosed _replays _warned _fisher_missing"
+            "_fallback _outer _apply _patterns _diagnosed _replays _notices _fisher_missing"
         )
         own = {name: getattr(self, name) for name in kept.split()}
         own |= {"_fallback_factory": None, "_attached": False}
@@ -626,22 +617,4 @@ class LocoProp(WithFallback):
             int(counter) for counter in counters
         ):
             names = [name for name, count in self.skipped_updates.items() if count]
-            self._warn_once(
-                "skipped",
-                f"The local solution of {', '.join(map(repr, names))} was not finite and was not "
-                "written; the layer keeps its weights. A smaller lr or gamma usually helps. Further "
-                "cases are counted in opt.skipped_updates without a warning.",
-            )
-
-    def _warn_once(self, topic: str, message: str) -> None:
-        if topic not in self._warned:
-            self._warned.add(topic)
-            warnings.warn(message, stacklevel=_level_of_the_user())
-
-
-def _level_of_the_user() -> int:
-    """The stacklevel at which a warning points at the first caller who is not us nor PyTorch."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OURS:
-        frame, level = frame.f_back, level + 1
-    return level
+            self._notices.once("skipped", notices.not_finite(names))
