@@ -84,7 +84,7 @@ class Capture:
     def trace_loss(self, loss: object) -> None:
         """Look for the output's transfer inside a loss returned by a closure."""
         if isinstance(loss, Tensor) and self.tracing:
-            detection.trace(loss.grad_fn, MODEL_OUTPUT)
+            detection.trace(loss, MODEL_OUTPUT)
 
     def _after_layer(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: object
@@ -106,6 +106,8 @@ class Capture:
             recomputed = torch._C._current_graph_task_id() != -1
             self.tracing |= not layer.decided  # a layer thawed since the last step
             call = _call(layer, x, out, mark)
+            if self._trains(x):  # the layer it belongs to may be solved before this one
+                call = call.copied()
             traced = self.tracing and not recomputed
             cell = _Cell(replace(call, traced=traced, recomputed=recomputed))
             self._cells.add(cell)
@@ -115,10 +117,17 @@ class Capture:
         return None if plain is out else plain
 
     def _search(self, tensor: Tensor, sink: Mark) -> None:
-        leaves = detection.trace(tensor.grad_fn, sink, self.record_post_gradients)
+        leaves = detection.trace(tensor, sink, self.record_post_gradients)
         if not _is_scalar(tensor):  # a loss, which may have a penalty on weights
             for each in _captures:  # who else searches here finds the graph marked
                 each.leaves |= leaves
+
+    def _trains(self, x: Tensor) -> bool:
+        """Whether an input is a layer's own weight, or a part of it."""
+        base = x if x._base is None else x._base
+        if not isinstance(base, nn.Parameter):
+            return False
+        return any(base is p for layer in self.layers.values() for p in layer.given)
 
     def _follow_gradients(self, layer: ServedLayer) -> None:
         """Hear of gradients that accumulate; a parameter frozen so far can be followed only now."""

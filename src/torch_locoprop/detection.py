@@ -119,13 +119,13 @@ def running_mark() -> Mark | None:
     return None if node is None else _notes(node).get(KEY)
 
 
-def trace(root: Node | None, sink: Mark, record_gradients: bool = False) -> set[int]:
-    """Search from ``root``, consumed by ``sink``, back to the layers it was computed from.
+def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int]:
+    """Search from ``tensor``, consumed by ``sink``, back to the layers it was computed from.
 
     Returns the ids of the leaves that were met outside of layers.
     """
-    leaves: set[int] = set()
-    stack = [(root, sink)]
+    leaves = {id(tensor)} if tensor.grad_fn is None and tensor.requires_grad else set()
+    stack: list[tuple[Node | None, Mark]] = [(tensor.grad_fn, sink)]
     while stack:
         node, consumer = stack.pop()
         if node is None:

@@ -114,7 +114,7 @@ def _new_place(key: str) -> int:
 
 def _search_from_input(context: ComptimeContext) -> None:
     x = _fake(context, "x")
-    _graph(_fake(context, "out")).leaves |= detection.trace(x.grad_fn, LAYER_INPUT)
+    _graph(_fake(context, "out")).leaves |= detection.trace(x, LAYER_INPUT)
 
 
 def _note_layer(context: ComptimeContext) -> None:
@@ -160,7 +160,7 @@ def _search_from_output(context: ComptimeContext) -> None:
 
 
 def _search(output: Tensor, graph: CompiledGraph) -> None:
-    leaves = detection.trace(output.grad_fn, MODEL_OUTPUT)
+    leaves = detection.trace(output, MODEL_OUTPUT)
     if output.dim() > 0:  # and no loss, which may have a penalty on weights
         graph.leaves |= leaves
 

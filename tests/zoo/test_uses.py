@@ -217,6 +217,34 @@ def test_a_weight_that_is_used_elsewhere_takes_backprop_steps(name: str, compile
         assert "locoprop-m" in rows["middle"]
 
 
+class Fed(nn.Module):
+    """A layer whose input is the weight of another one, which is solved before it."""
+
+    def __init__(self, given: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.reader, self.first = nn.Linear(6, 4).double(), nn.Linear(6, 5).double()
+        self.given = given
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(x)) * self.reader(self.given(self.first.weight)).mean()
+
+
+@pytest.mark.parametrize("given", [lambda w: w, lambda w: w[1:], lambda w: w.view(5, 1, 6)])
+def test_a_weight_that_is_the_input_of_a_layer(given: Callable[[Tensor], Tensor]) -> None:
+    results = []
+    for kept in (given, lambda w: given(w).clone()):
+        model = Fed(kept)
+        opt = loco(model, local_steps=4)
+        for seed in range(2):
+            opt.zero_grad()
+            model(batch(8, 6, seed=seed)).square().sum().backward()
+            opt.step()
+        assert ELSEWHERE in opt.summary()
+        results.append(weights(model))
+    assert_close(*results)
+
+
 @of_the_compiler
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", PENALTIES)
