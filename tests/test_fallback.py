@@ -7,9 +7,10 @@ import io
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_close, batch, weights
+from cases import assert_close, batch, network, weights
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_locoprop import LocoProp
 
@@ -119,3 +120,13 @@ def test_add_param_group_may_make_the_first_fallback() -> None:
     before = weights(model)
     step(model, opt)
     assert all(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
+
+
+def test_a_weight_that_is_no_plain_tensor_falls_back() -> None:
+    """As FSDP's and tensor parallelism's are not, which need processes."""
+    model = network()
+    model[0].weight = nn.Parameter(TwoTensor(torch.ones(5, 6), torch.ones(5, 6)))
+    opt = LocoProp(model, fallback=lambda params: torch.optim.SGD(params, lr=0.1))
+    (row,) = [line for line in opt.summary().splitlines() if line.startswith("0 ")]
+    assert row.endswith("its weight is a TwoTensor, sharded or quantized, not a plain tensor")
+    assert " SGD " in row

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_locoprop.gram import Gram, saves_work
 
@@ -85,6 +86,8 @@ def refuses_tensors(module: nn.Module) -> str | None:
         return "its bias is computed (parametrized), not a parameter"
     if weight.is_complex():
         return "local problems are real, and its weight is complex"
+    if is_traceable_wrapper_subclass(weight):
+        return f"its weight is a {type(weight).__name__}, sharded or quantized, not a plain tensor"
     more = [name for name, p in own.items() if p is not None and name not in ("weight", "bias")]
     return f"it has more parameters than weight and bias: {', '.join(more)}" if more else None
 
