@@ -138,6 +138,14 @@ def test_a_state_of_other_components_is_refused() -> None:
             other.load_state_dict(opt.state_dict())
 
 
+def test_a_state_that_draws_labels_is_refused_where_the_loss_is_not_known() -> None:
+    _, opt = make({"variant": "natural-s"})
+    other = LocoProp(network())
+    with pytest.raises(ValueError, match=r"does not fit.* Say which by loss_fn="):
+        other.load_state_dict(opt.state_dict())
+    assert other.param_groups[0]["variant"] == "locoprop-m"
+
+
 def test_a_state_of_another_optimizer_is_refused() -> None:
     model, opt = make({"lr": 1e-3})
     with pytest.raises(ValueError, match="not the state dict of a LocoProp optimizer"):

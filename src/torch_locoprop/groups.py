@@ -36,14 +36,21 @@ def checked_group(
     own = set(model.parameters())
     if any(p not in own for p in checked["params"]):
         raise ValueError("A parameter group holds parameters that are not the model's.")
-    needs = components.variant(checked).target.needs | components.regularizer(checked).needs
+    check_predictive(checked, components, output)
+    return checked
+
+
+def check_predictive(
+    group: Mapping[str, Any], components: Components, output: Transfer | None
+) -> None:
+    """Raise if labels would have to be drawn from a distribution that is not known."""
+    needs = components.variant(group).target.needs | components.regularizer(group).needs
     if "fisher" in needs and (output is None or output.name not in PREDICTIVE):
         raise ValueError(
-            f"variant={checked['variant']!r} with regularizer={checked['regularizer']!r} draws "
+            f"variant={group['variant']!r} with regularizer={group['regularizer']!r} draws "
             "labels from the model's predictive distribution. Say which by loss_fn=, or by "
             f"output_transfer= ({', '.join(PREDICTIVE)})."
         )
-    return checked
 
 
 LAYER_SETTINGS = (

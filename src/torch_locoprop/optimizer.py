@@ -33,6 +33,7 @@ from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorde
 from torch_locoprop.groups import (
     Group,
     check_agreement,
+    check_predictive,
     checked_group,
     numbers,
     restricted,
@@ -538,8 +539,10 @@ class LocoProp(WithFallback):
         self._plan_capture()
 
     def _check_loaded(self, group: Group) -> None:
+        whole = {**self.defaults, **group}
         try:
-            self._components.check({**self.defaults, **group})
+            self._components.check(whole)
+            check_predictive(whole, self._components, self._output_transfer or self._loss_transfer)
         except ValueError as error:
             raise ValueError(
                 f"The state dict does not fit: {error} Make this optimizer with the same "
