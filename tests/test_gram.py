@@ -1,5 +1,8 @@
 """The gradient of a squared loss through XᵀX equals the one by rows."""
 
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from torch import Tensor
@@ -104,3 +107,51 @@ def test_xtx_in_blocks(n: int) -> None:
     torch.testing.assert_close(
         square_of(x), torch.einsum("ri,rj->ij", x, x), rtol=1e-12, atol=1e-12
     )
+
+
+Precision = Callable[[str], None]
+
+
+@pytest.fixture
+def precision() -> Iterator[Precision]:
+    """Sets that of products on a GPU, for this test."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    yield lambda allowed: setattr(matmul, "fp32_precision", allowed)
+    matmul.fp32_precision = before
+
+
+class OnGpu(Tensor):
+    """Says that it is there, and notes the precision of the products in which it takes part."""
+
+    is_cuda, is_cpu = True, False
+    precisions: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is Tensor.matmul or function is Tensor.__matmul__:
+            cls.precisions.append(torch.backends.cuda.matmul.fp32_precision)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("allowed", ["tf32", "ieee"])
+def test_has_all_digits_whatever_other_products_have(
+    weighted: bool, allowed: str, precision: Precision
+) -> None:
+    precision(allowed)
+    OnGpu.precisions.clear()
+    x = torch.randn(6, 4).as_subclass(OnGpu)
+    Gram.of(x, torch.ones(6, 1) if weighted else None)
+    assert OnGpu.precisions == ["ieee"]
+    assert torch.backends.cuda.matmul.fp32_precision == allowed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_has_all_digits_on_a_gpu(precision: Precision) -> None:
+    precision("tf32")
+    x = torch.randn(1000, 300, device="cuda")
+    exact = x.double().mT @ x.double()
+    torch.testing.assert_close(Gram.of(x).square.double(), exact, rtol=1e-5, atol=1e-3)

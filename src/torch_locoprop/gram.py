@@ -61,11 +61,16 @@ class Gram:
 
     @classmethod
     def of(cls, x: Tensor, weight: Tensor | None = None) -> Gram:
-        """Of the rows, each counting ``weight`` ``[rows, 1]`` times."""
-        if weight is None:
-            return cls(square_of(x), x.sum(-2), x.shape[-2])
-        weighted = weight * x
-        return cls(weighted.mT @ x, weighted.sum(-2), weight.sum())
+        """Of the rows, each counting ``weight`` ``[rows, 1]`` times.
+
+        With all digits even where a user's own products have fewer: an inverse needs them, and so do
+        iterations, which are far off at times where the products in both have those of TF32.
+        """
+        with full_products(x):
+            if weight is None:
+                return cls(square_of(x), x.sum(-2), x.shape[-2])
+            weighted = weight * x
+            return cls(weighted.mT @ x, weighted.sum(-2), weight.sum())
 
     @classmethod
     def unknown(cls, like: Tensor, rows: int) -> Gram:
@@ -153,7 +158,7 @@ def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:
 
 @contextmanager
 def full_products(like: Tensor) -> Iterator[None]:
-    """Products with all digits of float32: those of TF32 do not do for an inverse."""
+    """Products with all digits of float32, not with those of TF32."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     if not like.is_cuda or before == "ieee":

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_locoprop import detection, lanes
 from torch_locoprop.detection import Finding, Mark
 from torch_locoprop.exchange import Together
-from torch_locoprop.gram import Gram, Use, full_products
+from torch_locoprop.gram import Gram, Use
 from torch_locoprop.layers import Layer
 from torch_locoprop.transfers import Transfer
 
@@ -241,7 +241,7 @@ class ServedLayer:
         if not use.is_better(call.x, matrix, self._rows_of(call)):
             return call
         rows = self.kind.collect([call.x], [call.shape], like)
-        with full_precision([self]), full_products(like) if use.square else nullcontext():
+        with full_precision([self]):
             gram = self.kind.products(rows, use.dtype(like))
         return replace(call, x=nothing, gram=gram, version=None)
 
@@ -349,8 +349,7 @@ class ServedLayer:
             first, *others = grams
             rest = [call for call in calls if call.gram is None]
             if rest:
-                with full_products(first.square):
-                    others.append(self.kind.products(self._collected(rest), first.square.dtype))
+                others.append(self.kind.products(self._collected(rest), first.square.dtype))
             return sum(others, first)
         return self._collected(calls)
 
