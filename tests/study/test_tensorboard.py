@@ -1,6 +1,7 @@
 """What TensorBoard reads back: every epoch of every run, once, with the numbers of the metrics."""
 
 import json
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,25 @@ def test_runs_that_were_finished_before_are_logged_too() -> None:
     assert [folder.name for folder in folders] == sorted(p.name for p in Path("runs").iterdir())
     for folder in folders:
         assert_same(folder, RunFolder(Path("runs") / folder.name))
+
+
+def test_a_full_disk_is_one_sentence_that_names_the_folder(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A limit on the size of files stands in for the full disk; the log is larger than the rest."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
+    try:
+        with (
+            pytest.raises(OSError, match="logs/"),
+            tensorboard.logging(
+                Path("logs"), tiny.config(), RunFolder(Path("there")), tiny.data()
+            ) as log,
+        ):
+            log(Metrics(0, 1.0, 1.0, 0.0, 0.0, False))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert capfd.readouterr().err == ""
 
 
 def test_without_the_option_nothing_is_logged() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,11 +49,28 @@ def logging(
         yield lambda row: None
         return
     log = _Log(directory / config.name(data.fingerprint), config, files, len(data.train))
+    with _silent_threads():
+        try:
+            yield log
+            log.start()  # a run that was finished already had no epoch to start with
+        finally:
+            log.close()
+
+
+@contextmanager
+def _silent_threads() -> Iterator[None]:
+    """Let TensorBoard's threads end in silence on a full disk: its calls raise the same error here."""
+    before = threading.excepthook
+
+    def told(thread: threading.ExceptHookArgs) -> None:
+        if not isinstance(thread.exc_value, OSError):
+            before(thread)
+
+    threading.excepthook = told
     try:
-        yield log
-        log.start()  # a run that was finished already had no epoch to start with
+        yield
     finally:
-        log.close()
+        threading.excepthook = before
 
 
 class _Log:
@@ -73,21 +91,33 @@ class _Log:
         if self.writer is None:
             self.start()
         else:
-            self._write(row)
+            with self._named():
+                self._write(row)
 
     def start(self) -> None:
         """Begin anew with all epochs so far, unless that was done."""
         if self.writer is None:
             for path in self.folder.glob("events.out.tfevents.*"):
                 path.unlink()
-            self.writer = writer_class()(self.folder)
-            self.writer.add_text("config", _as_text(self.config))
-            for row in self.files.metrics():
-                self._write(row)
+            with self._named():
+                self.writer = writer_class()(self.folder)
+                self.writer.add_text("config", _as_text(self.config))
+                for row in self.files.metrics():
+                    self._write(row)
 
     def close(self) -> None:
         if self.writer is not None:
-            self.writer.close()
+            with self._named():
+                self.writer.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say where, if there is no room: TensorBoard does not."""
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or str(self.folder)
+            raise OSError(error.errno, error.strerror, where) from error
 
     def _write(self, row: Metrics) -> None:
         values = {
