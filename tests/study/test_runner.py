@@ -17,7 +17,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_locoprop import LocoProp
+from torch_locoprop import LocoProp, baselines
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.first_order import RmsProp
 from torch_locoprop.study import methods, models, runner, schedules
@@ -302,6 +302,23 @@ def test_a_diverged_run_ends_early_and_says_so(lr: float, tmp_path: Path) -> Non
     )
     assert last["diverged"] is True
     assert run(config, tmp_path, data=DATA, resume=True).diverged
+
+
+def test_a_matrix_that_cannot_be_factored_ends_the_run_as_diverged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
+
+    class Mine(baselines.SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise torch.linalg.LinAlgError("not positive-definite")
+
+    mine = methods.Method("mine", lambda m, own: Mine(m.parameters(), **own), {"lr": 0.1}, "")
+    methods.register(mine)
+    result = run(tiny.config("mine"), tmp_path, data=DATA)
+    assert result.diverged
+    assert len(result.metrics) == 2
+    assert run(tiny.config("mine"), tmp_path, data=DATA, resume=True).diverged
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json() -> None:

@@ -15,7 +15,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -204,11 +204,16 @@ class _Training:
         batches = torch.split(order.to(self.device), self.config.batch_size)
         self._synchronize()
         began = time.perf_counter()
-        for step, rows in enumerate(batches):
-            self.step.set_rates([peak * self.rate(index, step) for peak in self.peak_rates])
-            self.step(rows)
+        broken = False
+        try:
+            for step, rows in enumerate(batches):
+                self.step.set_rates([peak * self.rate(index, step) for peak in self.peak_rates])
+                self.step(rows)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # of a factor that is not finite
+            broken = True
         self._synchronize()
-        return self.evaluate(self.metrics[-1].seconds + time.perf_counter() - began)
+        row = self.evaluate(self.metrics[-1].seconds + time.perf_counter() - began)
+        return replace(row, train_loss=math.nan, diverged=True) if broken else row
 
     def evaluate(self, seconds: float) -> Metrics:
         """Return the next line of the metrics for the weights as they are."""

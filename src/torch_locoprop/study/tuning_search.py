@@ -138,18 +138,15 @@ class Search:
             if self._prunes(trial, row, files.metrics()[0].train_loss):
                 raise _PrunedError
 
-        pruned = broken = False
+        pruned = False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of steps that are not finite: expected
             try:
                 run(self._config(trial), files.path, resume=True, data=self.data, on_epoch=on_epoch)
             except _PrunedError:
                 pruned = True
-            except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
-                broken = True
         metrics = files.metrics()
-        last = replace(metrics[-1], diverged=True) if broken else metrics[-1]
-        self._tell(trial, last, metrics[0].train_loss, pruned)
+        self._tell(trial, metrics[-1], metrics[0].train_loss, pruned)
         (files.path / "checkpoint.pt").unlink(missing_ok=True)  # thousands of them fill a disk
 
     def _prunes(self, trial: Trial, row: Metrics, untrained: float) -> bool:
