@@ -50,7 +50,7 @@ def test_timings_are_no_results(tmp_path: Path) -> None:
     [
         ("config.json", "{", "not the description of a run"),
         ("config.json", "[]", "not the description of a run"),
-        ("config.json", '{"config": 3, "data": {}}', "config in config.json is 3"),
+        ("config.json", '{"config": 3, "data": {}}', "config is 3, not an object"),
         ("config.json", '{"config": {"method": 3}, "data": {}}', "method in config.json is 3"),
         ("metrics.jsonl", "", "not even the untrained model"),
         ("metrics.jsonl", "{", "a line 1 that is not that of an epoch"),
@@ -198,6 +198,13 @@ def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_p
     made(tmp_path / "d", [9.0, 100.0], seed=2)
     (task,) = tasks_in(tmp_path)
     assert "Seeds of adam end far apart: 4.00 to 100.00." in gather.cautions(task)
+
+
+def test_a_tie_is_called_that(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0])
+    made(tmp_path / "b", [9.0, 4.0], "sgd")
+    (task,) = tasks_in(tmp_path)
+    assert "4.00, level with sgd (4.00)." in gather.summary(task)
 
 
 def test_a_summary_without_a_winner(tmp_path: Path) -> None:

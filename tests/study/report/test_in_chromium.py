@@ -194,6 +194,19 @@ def test_scale_and_range(shown: Any) -> None:
     assert 10 ** after["range"][0] < 10.0
 
 
+def test_axes_can_be_read(shown: Any) -> None:
+    """Numbers of four digits leave the title alone, and there is no half an epoch."""
+    shown.evaluate("() => { Plotly.relayout('plot', {'yaxis.range': [0, 9000]}); }")
+    edges = (
+        "const right = document.querySelector('#plot .ytitle').getBoundingClientRect().right;"
+        "const lefts = [...document.querySelectorAll('#plot .ytick text')]"
+        ".map(text => text.getBoundingClientRect().left);"
+    )
+    shown.locator("#plot .ytick text", has_text="8000").wait_for()
+    eventually(shown, f"(() => {{ {edges} return right <= Math.min(...lefts); }})()")
+    assert shown.locator("#plot .xtick text").all_text_contents() == ["0", "1", "2", "3"]
+
+
 def test_machines_that_differ_are_named_beside_the_seconds(shown: Any) -> None:
     clock = shown.locator("#clock")
     assert not clock.is_visible()

@@ -111,6 +111,7 @@ function verticalRange(task, choice, hidden) {
 function axis(title, more) {
   return {
     title: { text: title, standoff: 12 },
+    automargin: true, // or numbers of four digits run into the title
     color: themed("--ink"),
     gridcolor: themed("--line"),
     linecolor: themed("--faint"),
@@ -152,6 +153,7 @@ function layout(task, choice, range, hidden) {
   return {
     xaxis: axis(choice.x === "seconds" ? "seconds of training" : "epoch", {
       range: [0, 1.01 * end],
+      ...(choice.x !== "seconds" && end <= 8 ? { dtick: 1 } : {}), // there is no half an epoch
       unifiedhovertitle: { text: "epoch %{x}" },
     }),
     yaxis: vertical(choice, range),

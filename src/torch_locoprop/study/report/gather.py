@@ -196,9 +196,10 @@ def summary(task: Task) -> str:
         return f"{best.label} ends at a train loss of {best.final:.2f} after {epochs}."
     second = others[0]
     below = 100 * (second.final - best.final) / second.final if second.final else 0.0
+    distance = f"{below:.1f} % below" if round(below, 1) else "level with"
     first = (
         f"{best.label} has the lowest train loss after {epochs}: {best.final:.2f}, "
-        f"{below:.1f} % below {second.label} ({second.final:.2f})."
+        f"{distance} {second.label} ({second.final:.2f})."
     )
     by_test = min(task.placed, key=lambda series: _last(series, "test").mean)
     on_test = _last(by_test, "test").mean

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -114,8 +114,10 @@ def read(folder: Path) -> Run:
     """Return the run in this folder; what is wrong with it is a RunError."""
     files = RunFolder(folder)
     description = files.description()
-    config, data = _object(description, "config"), _object(description, "data")
-    environment = _object({"environment": {}, **description}, "environment")
+    config, data = description["config"], description["data"]
+    environment = description.get("environment", {})
+    if not isinstance(environment, dict):
+        raise RunError(f"environment in config.json is {environment!r}, which is not an object.")
     for name, kind in NEEDED.items():
         value = config.get(name)
         if not isinstance(value, kind) or isinstance(value, bool):
@@ -140,13 +142,6 @@ def _run_folders(folders: Iterable[Path]) -> Iterator[Path]:
             inner[:] = sorted(name for name in inner if name != TIMINGS)
             if {"config.json", "metrics.jsonl"} <= set(files):
                 yield Path(place)
-
-
-def _object(description: Mapping[str, Any], name: str) -> dict[str, Any]:
-    value = description[name]
-    if not isinstance(value, dict):
-        raise RunError(f"{name} in config.json is {value!r}, which is not an object.")
-    return value
 
 
 def _as_option(value: Any) -> str:
