@@ -93,6 +93,8 @@ def test_the_table_shows_what_is_beyond_backprop() -> None:
     assert rows[1][0] == "K-FAC@10"
     assert rows[1][2:4] == ["4.0", "20.5"]
     assert rows[1][5:] == ["3", "22", "32"]
+    faster = cost_table.rows([Cost("sgd", 0, 0, 10.0, 5.0), Cost("adam", 1, 1, 9.8, 6.0)])
+    assert faster[1][6:] == ["≈ 0", "9.8"]
 
 
 def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

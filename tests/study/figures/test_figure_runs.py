@@ -89,6 +89,15 @@ def test_only_existing_runs_nothing_and_names_what_is_missing(
     assert executed == []
 
 
+def test_a_line_with_fewer_seeds_names_the_others(tmp_path: Path) -> None:
+    config = small.SCALE.series("relu", "adam").config
+    runner.run(config, tmp_path / "runs" / "adam", data=small.IMAGES.load("curves"))
+    making = small.Making(small.order(tmp_path, only_existing=True, seeds=(0, 1, 2)))
+    (made,) = making("relu")
+    assert "Adam (seeds 1, 2: not run)" in made.missing
+    assert "Missing in relu: Adam (seeds 1, 2: not run)." in making.said
+
+
 def test_a_run_that_was_cut_off_is_called_that(tmp_path: Path) -> None:
     runs, data = tmp_path / "runs", small.IMAGES.load("curves")
     for method in ("adam", "rmsprop"):

@@ -44,7 +44,7 @@ def footer_of(
     if timed_on:
         lines.append(f"Seconds: each method alone for some epochs on {timed_on}.{_graphs(runs)}")
     if missing:
-        lines.append(f"Not here: {'; '.join(missing)}.")
+        lines.append(f"Missing: {'; '.join(missing)}.")
     return [*lines, f"Answers to the paper's {figure.entry.paper}. Made by: {command}"]
 
 

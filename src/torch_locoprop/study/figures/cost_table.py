@@ -46,7 +46,7 @@ def _row(cost: Cost, base: Cost) -> list[str]:
             f"{cost.numbers * NUMBER / 2**20:,.1f}",
             f"{cost.peak_mib - base.peak_mib:,.1f}",
             f"{2 * cost.operations / 1e9:,.3g}",
-            f"{cost.step_ms - base.step_ms:,.3g}",
+            _more(cost.step_ms - base.step_ms),
         ]
     memory, measured_memory, computation, measured_time = numbers
     name = "BackProp (SGD)" if cost.method == BASELINE else label(cost.method)
@@ -55,6 +55,11 @@ def _row(cost: Cost, base: Cost) -> list[str]:
         *(name, formulas[0], memory, measured_memory),
         *(formulas[1], computation, measured_time, f"{cost.step_ms:,.3g}"),
     ]
+
+
+def _more(milliseconds: float) -> str:
+    """The time beyond BackProp's; one below zero is nothing but the noise of both."""
+    return "≈ 0" if milliseconds < 0 else f"{milliseconds:,.3g}"
 
 
 def markdown(costs: Sequence[Cost], notes: Sequence[str]) -> str:

@@ -149,7 +149,7 @@ class Maker:
             lines.append(self._lines(panel, clock, missing))
         absent = missing.told({panel.task for panel in figure.panels})
         for each in absent:
-            self.say(f"Left out of {name}: {each}.")
+            self.say(f"Missing in {name}: {each}.")
         used = {run.result.folder: run for drawn in lines for line in drawn for run in line.runs}
         if not used:
             self.say(f"{name}: none of its runs is there, so it is not drawn.")
@@ -171,8 +171,10 @@ class Maker:
             if not runs:
                 missing.note(panel.task, series.label, self._reason(series))
             elif len(runs) < len(self.order.seeds):
-                some = f"{len(runs)} of {len(self.order.seeds)} seeds"
-                missing.note(panel.task, series.label, f"{some}, others {self._reason(series)}")
+                drawn_seeds = [run.config.seed for run in runs]
+                others = [str(seed) for seed in self.order.seeds if seed not in drawn_seeds]
+                seeds = f"seed{'s' if len(others) > 1 else ''} {', '.join(others)}"
+                missing.note(panel.task, series.label, f"{seeds}: {self._reason(series)}")
             elif clock and seconds is None:
                 missing.note(panel.task, series.label, "not timed")
             if runs:
