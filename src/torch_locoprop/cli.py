@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import sys
+import warnings
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -32,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     try:
-        app(args=arguments, prog_name="locoprop")
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=arguments, prog_name="locoprop")
     except ModuleNotFoundError as error:
         _fail(_needed(error))
     except (ValueError, ImportError, DatasetError, RunError) as error:
@@ -68,6 +71,11 @@ def _advice(error: OSError, arguments: Sequence[str]) -> str:
     if error.errno in CLOSED and str(path) not in words:  # where a command writes unasked
         return "Go to a folder that you can write to."
     return ""
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning without the line of code that it came from, which says nothing to a user."""
+    print(f"Warning: {message}", file=sys.stderr)
 
 
 def _fail(message: str) -> NoReturn:

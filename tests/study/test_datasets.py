@@ -126,7 +126,9 @@ def test_a_folder_that_is_none_and_an_unknown_name(
     monkeypatch.setenv("TORCH_LOCOPROP_DATA", str(tmp_path / "gone"))
     with pytest.raises(DatasetError, match=r"gone, given by TORCH_LOCOPROP_DATA, is not"):
         load("mnist")
-    with pytest.raises(ValueError, match=r"name='cifar'. Must be one of curves, mnist, fashion-m"):
+    with pytest.raises(
+        ValueError, match=r"Unknown data set 'cifar'. Known: curves, mnist, fashion-m"
+    ):
         load("cifar")
 
 

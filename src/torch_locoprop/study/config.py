@@ -54,6 +54,11 @@ class RunConfig:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        for name in ("method", "dataset", "model", "transfer"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be a name.")
+        if not isinstance(self.settings, dict):
+            raise ValueError(f"Invalid settings={self.settings!r}. Must be names with values.")
         method = methods.get(self.method)
         settings, transfer = method.resolve(self.settings), models.transfer_between(self.transfer)
         canonical = {"method": method.name, "settings": settings, "transfer": transfer.name}
@@ -65,7 +70,12 @@ class RunConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")
         check_number("weight_decay", self.weight_decay, 0.0, True, float("inf"))
-        choices = {"schedule": schedules.NAMES, "precision": PRECISIONS, "device": DEVICES}
+        if self.device not in DEVICES:
+            raise ValueError(
+                f"Unknown device {self.device!r}. Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which "
+                "GPU."
+            )
+        choices = {"schedule": schedules.NAMES, "precision": PRECISIONS}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(unknown(name, getattr(self, name), known))

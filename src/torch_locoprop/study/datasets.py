@@ -23,6 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from torch_locoprop.settings import unknown
 from torch_locoprop.study.curves import curves
 from torch_locoprop.study.curves_files import GENUINE, SEED, generated, read_mat
 from torch_locoprop.study.download import DownloadError, Progress, fetch
@@ -93,7 +94,7 @@ def load(
 ) -> Dataset:
     """Return the data set, downloading what is not found if `download`, with calls to `progress`."""
     if name not in NAMES:
-        raise ValueError(f"Invalid name={name!r}. Must be one of {', '.join(NAMES)}.")
+        raise ValueError(unknown("data set", name, NAMES))
     folders = _folders(name, data_dir)
     if name == "curves":
         return _load_curves(folders)

@@ -65,9 +65,10 @@ def outcome(result: RunResult) -> str:
     last = result.metrics[-1]
     if last.diverged:
         return f"{result.config.method} diverged in epoch {last.epoch}: {result.folder}"
+    epochs = "1 epoch" if last.epoch == 1 else f"{last.epoch} epochs"
     return (
         f"{result.config.method}: train loss {last.train_loss:.3f}, test loss {last.test_loss:.3f} "
-        f"after {last.epoch} epochs in {last.seconds:.1f} s of training: {result.folder}"
+        f"after {epochs} in {last.seconds:.1f} s of training: {result.folder}"
     )
 
 

@@ -61,6 +61,8 @@ def sizes_of(model: str) -> tuple[int, ...]:
 
 def transfer_between(name: str) -> Transfer:
     """Return the transfer of that name, if it can stand between two layers."""
+    if name.lower().replace("-", "_") not in (*transfers.NAMES, *transfers.NON_MONOTONE):
+        raise ValueError(f"Invalid transfer={name!r}. Must be one of {', '.join(SUITABLE)}.")
     transfer = transfers.get(name)
     if transfer.name in UNSUITABLE:
         raise ValueError(

@@ -18,7 +18,11 @@ Method = Annotated[
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="A setting of the method, such as lr=1e-4."),
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="A setting of the method, such as lr=1e-4. A wrong KEY is answered with the right ones.",
+    ),
 ]
 SetOfOne = Annotated[
     list[str] | None,
@@ -43,7 +47,9 @@ Model = Annotated[
 ]
 Transfer = Annotated[
     str | None,
-    typer.Option(help="Between the layers: tanh, relu, sigmoid, ...  [dim]default: tanh[/dim]"),
+    typer.Option(
+        help=f"Between the layers: {', '.join(models.SUITABLE)}.  [dim]default: tanh[/dim]"
+    ),
 ]
 Epochs = Annotated[
     int | None,
@@ -64,7 +70,10 @@ Seed = Annotated[
 ]
 Schedule = Annotated[
     str | None,
-    typer.Option(help="paper: by epoch; linear: by step.  [dim]default: paper[/dim]"),
+    typer.Option(
+        help="paper: by epoch, the first of a warm-up at rate zero; linear: by step.  "
+        "[dim]default: paper[/dim]"
+    ),
 ]
 Precision = Annotated[
     str | None,

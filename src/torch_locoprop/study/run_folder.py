@@ -90,6 +90,9 @@ class RunFolder:
             content = json.loads(path.read_text())
             if "config" not in content or "data" not in content:
                 raise ValueError("config or data is missing")
+            for name in ("config", "data"):
+                if not isinstance(content[name], dict):
+                    raise ValueError(f"{name} is {content[name]!r}, not an object")
         except (ValueError, TypeError) as error:
             raise RunError(f"{path} is not the description of a run ({error}).") from error
         return dict(content)
@@ -163,7 +166,10 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / "lock", "wb") as file:
             if not lock(file, wait=False):
-                raise RunError(f"Another process is running in {self.path}.")
+                raise RunError(
+                    f"Another process is running in {self.path}. Wait for its end, or choose "
+                    "another folder (--out)."
+                )
             yield
 
     def check_same(self, description: Mapping[str, Any]) -> None:

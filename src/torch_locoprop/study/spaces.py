@@ -171,9 +171,14 @@ def parsed(name: str, text: str, default: Any) -> Domain:
     try:
         if ":" not in text:
             return Choices(tuple(_choices(text, default)))
-        low, high = (float(end) for end in text.split(":"))
+        ends = text.split(":")
+        if len(ends) != 2:
+            raise ValueError(f"{len(ends)} ends")
+        low, high = map(float, ends)
         known = KNOWN.get(name)
         if isinstance(known, Span) and known.of_rest:
+            if not high < 1:
+                raise ValueError("the upper end must be below 1")
             return Span(float(f"{1 - high:.12g}"), float(f"{1 - low:.12g}"), of_rest=True)
         whole = isinstance(default, int) and not isinstance(default, bool)
         if whole and not (low.is_integer() and high.is_integer()):

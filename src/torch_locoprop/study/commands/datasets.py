@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from torch_locoprop.settings import unknown
 from torch_locoprop.study import datasets, display, options
 from torch_locoprop.study.commands.shared import load
 
@@ -30,7 +31,7 @@ def datasets_command(
     """
     for name in names or []:
         if name not in datasets.NAMES:
-            raise ValueError(f"Unknown data set {name!r}. Known: {', '.join(datasets.NAMES)}.")
+            raise ValueError(unknown("data set", name, datasets.NAMES))
     wanted = names or list(datasets.NAMES)
     if download:
         for name in wanted:

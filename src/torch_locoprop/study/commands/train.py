@@ -70,7 +70,9 @@ def train(
     task = given_task(locals())
     if method is not None and method != base.get("method"):
         base.pop("settings", None)
-    own = {**base.get("settings", {}), **parsed(settings or [])}
+    own = base.get("settings", {})
+    if settings and isinstance(own, dict):  # what else it may be, the configuration refuses
+        own = {**own, **parsed(settings)}
     chosen = configuration(
         {**base, **task, **({"method": method} if method else {}), "settings": own}
     )

@@ -1,0 +1,94 @@
+"""What the commands say of warnings, versions and values that make no sense: sentences, no code."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+
+import torch_locoprop
+from torch_locoprop import cli
+from torch_locoprop.study import datasets
+from torch_locoprop.study.commands import shared
+from torch_locoprop.study.runner import run
+
+TINY = ["--model", "12-8-3", "--epochs", "1", "--batch-size", "15", "--device", "cpu", "--quiet"]
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Any:
+    """Run a command on tiny data in an empty folder: its exit code, output and messages."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets, "load", lambda *_, **__: tiny.data())
+
+    def call(*words: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as stop:
+            cli.main(words)
+        out, err = capfd.readouterr()
+        return int(stop.value.code or 0), out, err
+
+    return call
+
+
+def test_a_warning_is_a_sentence(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def warning(*arguments: Any, **options: Any) -> Any:
+        warnings.warn("A layer keeps its weights.", UserWarning, stacklevel=2)
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(shared, "run", warning)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        code, out, err = command("train", "-m", "adam", *TINY, "--out", "there")
+    assert (code, err) == (0, "Warning: A layer keeps its weights.\n")
+    assert "after 1 epoch in" in out
+
+
+def test_the_version(command: Any) -> None:
+    assert command("--version") == (0, f"torch-locoprop {torch_locoprop.__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"method": 3}, "Invalid method=3. Must be a name."),
+        ({"model": 784}, "Invalid model=784. Must be a name."),
+        ({"settings": [1]}, "Invalid settings=[1]. Must be names with values."),
+    ],
+)
+def test_a_configuration_file_with_values_of_another_type(
+    command: Any, content: dict[str, Any], message: str
+) -> None:
+    Path("c.json").write_text(json.dumps(content))
+    assert command("train", "--config", "c.json") == (1, "", f"{message}\n")
+
+
+@pytest.mark.parametrize("content", ['{"config": 3, "data": {}}', '{"config": {}, "data": 3}'])
+def test_a_folder_with_a_description_of_another_type(command: Any, content: str) -> None:
+    Path("there").mkdir()
+    Path("there/config.json").write_text(content)
+    code, _, err = command("train", "--resume", "--out", "there")
+    assert code == 1
+    assert err.startswith("there/config.json is not the description of a run (")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "--device", "gpu"], "Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which GPU."),
+        (["train", "--transfer", "foo"], "Must be one of linear, relu,"),
+        (["tune", "-m", "adam", "--range", "momentum=0.5:1"], "the upper end must be below 1"),
+        (["tune", "-m", "adam", "--range", "lr=1:2:3"], "lr=1:2:3 (3 ends)"),
+    ],
+)
+def test_what_was_meant_can_be_guessed_from_the_message(
+    command: Any, words: list[str], message: str
+) -> None:
+    code, _, err = command(*words)
+    assert code == 1
+    assert message in err
+    assert "softmax" not in err
