@@ -9,46 +9,33 @@ import pytest
 import tiny
 
 import torch_locoprop
-from torch_locoprop import cli
-from torch_locoprop.study import datasets
+from torch_locoprop.study import datasets, runner
 from torch_locoprop.study.commands import shared
-from torch_locoprop.study.runner import run
 
 TINY = ["--model", "12-8-3", "--epochs", "1", "--batch-size", "15", "--device", "cpu", "--quiet"]
 
 
-@pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> Any:
-    """Run a command on tiny data in an empty folder: its exit code, output and messages."""
+@pytest.fixture(autouse=True)
+def _tiny_data_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets, "load", lambda *_, **__: tiny.data())
 
-    def call(*words: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as stop:
-            cli.main(words)
-        out, err = capfd.readouterr()
-        return int(stop.value.code or 0), out, err
 
-    return call
-
-
-def test_a_warning_is_a_sentence(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_warning_is_a_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def warning(*arguments: Any, **options: Any) -> Any:
         warnings.warn("A layer keeps its weights.", UserWarning, stacklevel=2)
-        return run(*arguments, **options)
+        return runner.run(*arguments, **options)
 
     monkeypatch.setattr(shared, "run", warning)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        code, out, err = command("train", "-m", "adam", *TINY, "--out", "there")
+        code, out, err = run("train", "-m", "adam", *TINY, "--out", "there")
     assert (code, err) == (0, "Warning: A layer keeps its weights.\n")
     assert "after 1 epoch in" in out
 
 
-def test_the_version(command: Any) -> None:
-    assert command("--version") == (0, f"torch-locoprop {torch_locoprop.__version__}\n", "")
+def test_the_version(run: Any) -> None:
+    assert run("--version") == (0, f"torch-locoprop {torch_locoprop.__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -60,17 +47,17 @@ def test_the_version(command: Any) -> None:
     ],
 )
 def test_a_configuration_file_with_values_of_another_type(
-    command: Any, content: dict[str, Any], message: str
+    run: Any, content: dict[str, Any], message: str
 ) -> None:
     Path("c.json").write_text(json.dumps(content))
-    assert command("train", "--config", "c.json") == (1, "", f"{message}\n")
+    assert run("train", "--config", "c.json") == (1, "", f"{message}\n")
 
 
 @pytest.mark.parametrize("content", ['{"config": 3, "data": {}}', '{"config": {}, "data": 3}'])
-def test_a_folder_with_a_description_of_another_type(command: Any, content: str) -> None:
+def test_a_folder_with_a_description_of_another_type(run: Any, content: str) -> None:
     Path("there").mkdir()
     Path("there/config.json").write_text(content)
-    code, _, err = command("train", "--resume", "--out", "there")
+    code, _, err = run("train", "--resume", "--out", "there")
     assert code == 1
     assert err.startswith("there/config.json is not the description of a run (")
     assert err.count("\n") == 1
@@ -86,9 +73,9 @@ def test_a_folder_with_a_description_of_another_type(command: Any, content: str)
     ],
 )
 def test_what_was_meant_can_be_guessed_from_the_message(
-    command: Any, words: list[str], message: str
+    run: Any, words: list[str], message: str
 ) -> None:
-    code, _, err = command(*words)
+    code, _, err = run(*words)
     assert code == 1
     assert message in err
     assert "softmax" not in err
