@@ -34,6 +34,22 @@ def test_a_warning_is_a_sentence(run: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert "after 1 epoch in" in out
 
 
+def test_a_comparison_that_was_interrupted_goes_on_as_a_whole(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("compare", "adam", "sgd", *TINY)
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "run", interrupted)
+        code, _, err = run(*words)
+    assert (code, err) == (130, "Interrupted. The same command goes on where it stopped.\n")
+    code, out, _ = run(*words, "--json")
+    assert [each["finished"] for each in json.loads(out)] == [True, True]
+
+
+def interrupted(*arguments: Any, **options: Any) -> Any:
+    raise KeyboardInterrupt
+
+
 def test_the_version(run: Any) -> None:
     assert run("--version") == (0, f"torch-locoprop {torch_locoprop.__version__}\n", "")
 

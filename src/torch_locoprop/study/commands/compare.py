@@ -77,6 +77,7 @@ def compare(
             quiet=quiet,
             resume=True,
             logs=logs,
+            others=True,
         )
         for each in configs
     ]

@@ -96,8 +96,12 @@ def run_in(
     quiet: bool,
     resume: bool,
     logs: Path | None = None,
+    others: bool = False,
 ) -> RunResult:
-    """The run with its progress on standard error; Ctrl-C ends the program and says what to do."""
+    """The run with its progress on standard error; Ctrl-C ends the program and says what to do.
+
+    With `others`, it is one run of several that the same command would go on with.
+    """
     console = Console(stderr=True, highlight=False, markup=False)
     there = resume and RunFolder(folder).exists and result_of(folder).finished
     try:
@@ -114,7 +118,10 @@ def run_in(
     except KeyboardInterrupt:
         words = ["locoprop", "train", "--resume", "--out", str(folder)]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
-        console.print(f"Interrupted. Go on with: {shlex.join(words)}", soft_wrap=True)
+        again = f"Go on with: {shlex.join(words)}"
+        if others:
+            again = "The same command goes on where it stopped."
+        console.print(f"Interrupted. {again}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     if there and not quiet:
         console.print(f"{folder} is finished already.", soft_wrap=True)
