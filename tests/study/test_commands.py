@@ -83,6 +83,7 @@ def test_a_folder_with_a_description_of_another_type(run: Any, content: str) -> 
     ("words", "message"),
     [
         (["train", "--device", "gpu"], "Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which GPU."),
+        (["figure", "all", "wid"], "Unknown figure 'wid'. Did you mean 'wide'?"),
         (["train", "--transfer", "foo"], "Must be one of linear, relu,"),
         (["tune", "-m", "adam", "--range", "momentum=0.5:1"], "the upper end must be below 1"),
         (["tune", "-m", "adam", "--range", "lr=1:2:3"], "lr=1:2:3 (3 ends)"),

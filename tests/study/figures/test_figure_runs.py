@@ -98,6 +98,15 @@ def test_a_line_with_fewer_seeds_names_the_others(tmp_path: Path) -> None:
     assert "Missing in relu: Adam (seeds 1, 2: not run)." in making.said
 
 
+@pytest.mark.parametrize(("without", "left"), [("kfac", 0), ("kfac@2", 0), ("kfac@3", 1)])
+def test_a_method_is_left_out_with_its_every_k_or_with_one(
+    tmp_path: Path, without: str, left: int
+) -> None:
+    order = small.order(tmp_path, only_existing=True, without=(without,))
+    (made,) = small.Making(order)("relu")
+    assert str(made.missing).count("K-FAC@2") == left
+
+
 def test_a_run_that_was_cut_off_is_called_that(tmp_path: Path) -> None:
     runs, data = tmp_path / "runs", small.IMAGES.load("curves")
     for method in ("adam", "rmsprop"):

@@ -53,7 +53,8 @@ def figure(
         ),
     ] = None,
     without: Annotated[
-        list[str] | None, typer.Option(metavar="METHOD", help="Leave out a method: shampoo@1.")
+        list[str] | None,
+        typer.Option(metavar="METHOD", help="Leave out a method: shampoo@1, or shampoo."),
     ] = None,
     epochs: options.Epochs = None,
     seeds: Annotated[str, typer.Option(help="Several: mean and range.")] = "0",
@@ -92,8 +93,9 @@ def figure(
         _list(as_json)
         return
     chosen = catalog.NAMES if ALL in names else tuple(dict.fromkeys(names))
-    for name in chosen:
-        catalog.entry_of(name)
+    for name in names:
+        if name != ALL:
+            catalog.entry_of(name)
     for method in without or []:
         methods.get(method)
     folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]

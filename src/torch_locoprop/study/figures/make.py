@@ -52,11 +52,15 @@ class Maker:
         return replace(figure, panels=panels)
 
     def _panel(self, panel: Panel) -> Panel:
-        kept = [each for each in panel.series if each.config.method not in self.order.without]
+        kept = [each for each in panel.series if not self._left_out(each.config.method)]
         epochs = self.order.epochs
         if epochs is not None:
             kept = [replace(each, config=replace(each.config, epochs=epochs)) for each in kept]
         return replace(panel, series=tuple(kept))
+
+    def _left_out(self, method: str) -> bool:
+        """Whether the method, or with its bare name every @k of it, is not wanted."""
+        return not {method, method.partition("@")[0]}.isdisjoint(self.order.without)
 
     # Runs -------------------------------------------------------------------------------------
 
