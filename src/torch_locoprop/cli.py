@@ -16,6 +16,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 """Errors of a disk that has no room, and of a folder that takes no files."""
 
+LESS = "Use a smaller --batch-size or --model, or fewer at a time."
+"""What to do where memory runs out."""
+
 WRITTEN = ("--out", "--runs", "--tensorboard")
 """The options that name a place to write to."""
 
@@ -41,9 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, ImportError, DatasetError, RunError) as error:
         _fail(str(error))
     except OutOfMemoryError as error:
-        _fail(
-            f"{str(error).splitlines()[0]} Use a smaller --batch-size or --model, or fewer at a time."
-        )
+        _fail(f"{str(error).splitlines()[0]} {LESS}")
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # what torch says on a CPU
+            raise
+        _fail(f"There is not enough memory. {LESS}")
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         words = sys.argv[1:] if arguments is None else arguments

@@ -80,9 +80,30 @@ def test_a_folder_with_a_description_of_another_type(run: Any, content: str) -> 
 
 
 @pytest.mark.parametrize(
+    ("part", "value", "message"),
+    [
+        ("config", 3, "config is 3, not an object"),
+        ("space", {"lr": {"log": [1]}}, "{'log': [1]} is not the range of a setting"),
+    ],
+)
+def test_a_search_with_a_description_that_makes_no_sense(
+    run: Any, part: str, value: Any, message: str
+) -> None:
+    content = {"config": {}, "space": {}, "sampler": "tpe", "data": {}, part: value}
+    Path("there").mkdir()
+    Path("there/tuning.json").write_text(json.dumps(content))
+    code, _, err = run("tune", "--out", "there")
+    assert code == 1
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
     ("words", "message"),
     [
         (["train", "--device", "gpu"], "Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which GPU."),
+        (["train", "--seed", "9" * 30], "Must be below 2**63."),
+        (["train", "--model", f"12-{10**15}"], "There is not enough memory. Use a smaller"),
         (["figure", "all", "wid"], "Unknown figure 'wid'. Did you mean 'wide'?"),
         (["train", "--transfer", "foo"], "Must be one of linear, relu,"),
         (["tune", "-m", "adam", "--range", "momentum=0.5:1"], "the upper end must be below 1"),

@@ -69,6 +69,8 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")
+        if self.seed >= 2**63:
+            raise ValueError(f"Invalid seed={self.seed}. Must be below 2**63.")
         check_number("weight_decay", self.weight_decay, 0.0, True, float("inf"))
         if self.device not in DEVICES:
             raise ValueError(

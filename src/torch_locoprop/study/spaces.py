@@ -74,11 +74,14 @@ Space = dict[str, Domain]
 
 def from_dict(values: Mapping[str, Any]) -> Domain:
     """Return the domain that `to_dict` was called on."""
-    ((kind, content),) = values.items()
-    if kind == "choices":
-        return Choices(tuple(content))
-    low, high = content
-    return Span(low, high, of_rest=kind == "one_minus", whole=kind == "whole")
+    try:
+        ((kind, content),) = values.items()
+        if kind == "choices":
+            return Choices(tuple(content))
+        low, high = content
+        return Span(low, high, of_rest=kind == "one_minus", whole=kind == "whole")
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{values!r} is not the range of a setting ({error}).") from error
 
 
 _RATE = Span(1e-7, 0.1)

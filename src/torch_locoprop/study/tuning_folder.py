@@ -52,6 +52,9 @@ class TuningFolder:
             ]
             if missing:
                 raise ValueError(f"{missing[0]} is missing")
+            for name in ("config", "space", "data"):
+                if not isinstance(content[name], dict):
+                    raise ValueError(f"{name} is {content[name]!r}, not an object")
         except (ValueError, TypeError) as error:
             raise RunError(f"{path} is not the description of a search ({error}).") from error
         return content
