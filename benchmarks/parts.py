@@ -1,4 +1,4 @@
-"""Time LocoProp-M with its kernels divided in other ways: to choose those in `kernels/local.py`.
+"""Time LocoProp-M with its kernels divided in other ways: to choose those in `kernels/products.py`.
 
     python -m benchmarks.parts --residual 128x128x32x8x3 --step 128x128x32x8x4 64x64x32x4x4
     python -m benchmarks.parts --precision fp32 --models wide --processes 8 --out parts.json
@@ -26,8 +26,8 @@ import torch
 from benchmarks import step_table
 from benchmarks.contestants import Task, get
 from benchmarks.steps import graphed
-from torch_locoprop.kernels import local, on_device
-from torch_locoprop.kernels.local import Parts
+from torch_locoprop.kernels import on_device, products
+from torch_locoprop.kernels.products import Parts
 from torch_locoprop.study.config import PRECISIONS
 from torch_locoprop.study.machine import environment, matmul_precision
 
@@ -44,8 +44,8 @@ class Pair:
     def use(self, precision: str) -> None:
         with matmul_precision(precision):
             key = "bf16" if precision == "bf16" else on_device.precision()
-        local.RESIDUAL = {**local.RESIDUAL, key: self.residual}
-        local.STEP = {**local.STEP, key: self.step}
+        products.RESIDUAL = {**products.RESIDUAL, key: self.residual}
+        products.STEP = {**products.STEP, key: self.step}
 
 
 def parts(text: str) -> Parts:
@@ -134,7 +134,7 @@ def main(arguments: list[str] | None = None) -> None:
     pairs = [
         Pair(*each)
         for each in product(
-            options.residual or [local.RESIDUAL[key]], options.step or [local.STEP[key]]
+            options.residual or [products.RESIDUAL[key]], options.step or [products.STEP[key]]
         )
     ]
     if options.processes > 1:

@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_locoprop.kernels import products
+
 Tensors = dict[str, Tensor]
 
 SMALL = 256  # columns whose products with themselves are computed at once
@@ -66,6 +68,9 @@ class Gram:
         With all digits even where a user's own products have fewer: an inverse needs them, and so do
         iterations, which are far off at times where the products in both have those of TF32.
         """
+        if weight is None and products.square_fits(x):
+            both = products.square(x)
+            return cls(both[..., :-1, :], both[..., -1, :], x.shape[-2])
         with full_products(x):
             if weight is None:
                 return cls(square_of(x), x.sum(-2), x.shape[-2])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_locoprop.kernels import local, on_device
+from torch_locoprop.kernels import local, on_device, products
 
 
 @pytest.fixture
@@ -18,10 +18,10 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
     monkeypatch.setattr(on_device, "INTERPRETED", True)
-    small = dict.fromkeys(local.STEP, local.Parts(16, 16, 16, 4, 3))
+    small = dict.fromkeys(products.STEP, products.Parts(16, 16, 16, 4, 3))
     monkeypatch.setattr(local, "ROUNDED", torch.float16)  # its products know no bfloat16
-    monkeypatch.setattr(local, "RESIDUAL", small)  # the interpreter is slow
-    monkeypatch.setattr(local, "STEP", small)
+    monkeypatch.setattr(products, "RESIDUAL", small)  # the interpreter is slow
+    monkeypatch.setattr(products, "STEP", small)
     _count_with_new_numpy(monkeypatch)
     yield "cpu"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_locoprop.kernels import local, on_device
+from torch_locoprop.kernels import local, on_device, products
 from torch_locoprop.transfers import ReLU, Sigmoid, Tanh
 
 
@@ -13,7 +13,7 @@ def changes(transfer: type, z: Tensor, a: Tensor) -> Tensor:
     kernels, kind, d = on_device.kernels(), local.TRANSFERS[transfer], len(z)
     notes, delta = z.clone(), z.new_full((d, 8), torch.nan)
     kernels.note_all[(d, 1)](notes, notes, 1, TRANSFER=kind, HAS_START=False, BLOCK=16)
-    parts = local.RESIDUAL["ieee"]
+    parts = products.RESIDUAL["ieee"]
     kernels.residual[parts.grid(8, d, 1)](
         a, z.new_ones(1), notes, notes, delta, 1, 1, d, 0,
         TRANSFER=kind, HAS_BIAS=False, N_UNIT=1, ROW_UNIT=1, IN_BLOCKS=False,

@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from torch_locoprop.kernels import _triton as kernels
-from torch_locoprop.kernels import local
+from torch_locoprop.kernels import products
 
 INTEGERS = {"units", "n_units", "row_units", "d", "right_rows", "each"}
 NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count", "gamma"}
@@ -39,7 +39,7 @@ def compiled(kernel, options, kind="*fp32", **constants):
 
 def of_products(name, precision, unit, kind="*fp32", **constants):
     # Both operands come as much at a time as can be, and go through the matrix units of Hopper.
-    parts, kernel = getattr(local, name.upper())[precision], getattr(kernels, name)
+    parts, kernel = getattr(products, name.upper())[precision], getattr(kernels, name)
     precision = "tf32" if precision == "bf16" else precision
     own = {"PRECISION": precision, "TALL": parts.tall, "BROAD": parts.broad, "DEEP": parts.deep}
     own |= {u: unit for u in ("UNIT", "N_UNIT", "ROW_UNIT") if u in kernel.arg_names}
@@ -62,6 +62,7 @@ for has, unit in itertools.product((False, True), (1, 4)):
 for transfer, precision in enumerate(("tf32", "tf32", "tf32x3", "tf32x3")):
     own = {"HAS_BIAS": True}
     of_products("residual", precision, 4, TRANSFER=transfer, **own)
+of_products("residual", "tf32x3", 8, TRANSFER=0, HAS_BIAS=False)  # XᵀX
 own = {"HAS_BIAS": True}
 of_products("residual", "bf16", 8, "*bf16", TRANSFER=1, **own)
 own = {"BY_GRAM": False, "HAS_BIAS": True, "ROUNDS": True, "LAST": False}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.kernels import local, on_device
+from torch_locoprop.kernels import local, on_device, products
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, PostSquared, Squared
 from torch_locoprop.problem import LocalProblem
@@ -164,9 +164,10 @@ def test_products_in_parts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """So large that several programs have a part each, of sizes that divide and that do not."""
-    small = local.Parts(16, 16, 16, 4, 3) if device == "cpu" else local.Parts(64, 32, 32, 4, 3)
-    monkeypatch.setattr(local, "RESIDUAL", dict.fromkeys(local.RESIDUAL, small))
-    monkeypatch.setattr(local, "STEP", dict.fromkeys(local.STEP, small))
+    parts = (16, 16, 16, 4, 3) if device == "cpu" else (64, 32, 32, 4, 3)
+    small = products.Parts(*parts)
+    monkeypatch.setattr(products, "RESIDUAL", dict.fromkeys(products.RESIDUAL, small))
+    monkeypatch.setattr(products, "STEP", dict.fromkeys(products.STEP, small))
     of = problem(device, members=members, squared=squared, size=size[:2], rows=size[2])
     both_ways(of, monkeypatch)
 
@@ -252,8 +253,8 @@ def test_one_output_whose_weight_is_a_part_of_a_wider_matrix(
     ("d", "n", "rows"), [(4, 4, 2**29), (10, 2**22, 40), (2**22, 10, 40), (4, 4, 2**26 + 1)]
 )
 def test_what_is_too_large_to_be_counted_is_left_to_others(d: int, n: int, rows: int) -> None:
-    assert not local._is_countable(torch.empty(d, n, device="meta"), rows)
-    assert local._is_countable(torch.empty(min(d, 4000), min(n, 4000), device="meta"), 1000)
+    assert not products.is_countable(1, d, n, rows)
+    assert products.is_countable(1, min(d, 4000), min(n, 4000), 1000)
 
 
 def test_a_step_that_is_not_finite_is_skipped(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
