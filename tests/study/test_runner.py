@@ -304,6 +304,14 @@ def test_a_diverged_run_ends_early_and_says_so(lr: float, tmp_path: Path) -> Non
     assert run(config, tmp_path, data=DATA, resume=True).diverged
 
 
+@pytest.mark.filterwarnings("ignore:.*not finite")
+def test_a_run_whose_every_step_is_refused_has_diverged(tmp_path: Path) -> None:
+    config = tiny.config(settings={"lr": 1e38, "gamma": 1e30}, warmup_epochs=0)
+    result = run(config, tmp_path, data=DATA)
+    assert result.diverged
+    assert [row.train_loss for row in result.metrics] == [result.metrics[0].train_loss] * 2
+
+
 def test_a_matrix_that_cannot_be_factored_ends_the_run_as_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,6 +347,17 @@ def replace_name(data: Dataset, name: str) -> Dataset:
 
 
 # What is refused ------------------------------------------------------------------------------
+
+
+def test_going_on_in_another_environment_is_told(tmp_path: Path) -> None:
+    """The bits are those of one machine."""
+    with pytest.raises(StopError):
+        run(tiny.config(), tmp_path, data=DATA, on_epoch=stopping_after(1))
+    description = json.loads((tmp_path / "config.json").read_text())
+    description["environment"] |= {"torch": "1.2.3", "threads": 99}
+    (tmp_path / "config.json").write_text(json.dumps(description))
+    with pytest.warns(UserWarning, match=r"torch 1\.2\.3 there and .* here, threads 99 there"):
+        assert run(tiny.config(), tmp_path, data=DATA, resume=True).finished
 
 
 def test_another_run_in_the_folder_is_refused_by_its_differences(tmp_path: Path) -> None:

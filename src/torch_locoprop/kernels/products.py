@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.kernels import on_device
+from torch_locoprop.lanes import current
 
 
 class Parts(NamedTuple):
@@ -66,17 +67,18 @@ def square(x: Tensor) -> Tensor:
     """``[X 1]ᵀX [..., n + 1, n]`` with all digits of float32, whatever precision is allowed."""
     own = own_rows(x)
     rows, n = own.shape[-2:]
-    table = turned(own, -(-rows // 8) * 8, True, torch.float32)
-    columns, inner = table.shape[-2:]
-    found = own.new_empty(*own.shape[:-2], columns, -(-columns // 8) * 8)
-    precision = "ieee" if on_device.precision() == "ieee" else "tf32x3"
-    parts = RESIDUAL[precision]
-    left, right, in_blocks = factors(table, table, parts)
-    on_device.kernels().residual[parts.grid(found.shape[-1], columns, members(own))](
-        left, right, found, found, found, inner // unit(inner), columns, columns, apart(table),
-        TRANSFER=0, HAS_BIAS=False, N_UNIT=unit(inner), ROW_UNIT=1, IN_BLOCKS=in_blocks,
-        **parts.options(precision),
-    )  # fmt: skip
+    with current(x.device):
+        table = turned(own, -(-rows // 8) * 8, True, torch.float32)
+        columns, inner = table.shape[-2:]
+        found = own.new_empty(*own.shape[:-2], columns, -(-columns // 8) * 8)
+        precision = "ieee" if on_device.precision() == "ieee" else "tf32x3"
+        parts = RESIDUAL[precision]
+        left, right, in_blocks = factors(table, table, parts)
+        on_device.kernels().residual[parts.grid(found.shape[-1], columns, members(own))](
+            left, right, found, found, found, inner // unit(inner), columns, columns, apart(table),
+            TRANSFER=0, HAS_BIAS=False, N_UNIT=unit(inner), ROW_UNIT=1, IN_BLOCKS=in_blocks,
+            **parts.options(precision),
+        )  # fmt: skip
     return found[..., :n].expand(*x.shape[:-2], columns, n)
 
 

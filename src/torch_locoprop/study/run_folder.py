@@ -182,6 +182,15 @@ class RunFolder:
             )
             raise RunError(f"{self.path} has another run: {differences}. Choose another folder.")
 
+    def other_environment(self, description: Mapping[str, Any]) -> str:
+        """Say in what the run that is here was made elsewhere; nothing if in nothing."""
+        there, here = self.description().get("environment", {}), description["environment"]
+        return ", ".join(
+            f"{name} {there[name]} there and {here[name]} here"
+            for name in here
+            if name in there and there[name] != here[name]
+        )
+
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
     """What has to agree for a run to go on, by name."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -127,6 +128,13 @@ def run(
                 files.check_same(description)
             else:
                 files.begin(description)
+            elsewhere = files.other_environment(description)
+            if elsewhere:
+                warnings.warn(
+                    f"{files.path} was begun in another environment ({elsewhere}). It goes on, but "
+                    "its numbers may differ in their last digits from those of one run there.",
+                    stacklevel=2,
+                )
             training.restore(files.checkpoint())
             _train(training, files, on_epoch, checkpoint_seconds)
     return RunResult(files.path, config, tuple(training.metrics))
@@ -202,6 +210,7 @@ class _Training:
         np.random.seed(seed % 2**32)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
         batches = torch.split(order.to(self.device), self.config.batch_size)
+        refused = self._refusals()
         self._synchronize()
         began = time.perf_counter()
         broken = False
@@ -213,7 +222,14 @@ class _Training:
             broken = True
         self._synchronize()
         row = self.evaluate(self.metrics[-1].seconds + time.perf_counter() - began)
-        return replace(row, train_loss=math.nan, diverged=True) if broken else row
+        if broken:
+            return replace(row, train_loss=math.nan, diverged=True)
+        return replace(row, diverged=row.diverged or self._refusals() - refused == len(batches))
+
+    def _refusals(self) -> int:
+        """In how many steps at most no layer has taken its solution, as none was finite."""
+        skipped = getattr(self.optimizer, "skipped_updates", {})
+        return min(skipped.values(), default=0)
 
     def evaluate(self, seconds: float) -> Metrics:
         """Return the next line of the metrics for the weights as they are."""
