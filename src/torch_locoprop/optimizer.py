@@ -310,7 +310,7 @@ class LocoProp(WithFallback):
     def _forget_other_solvers(self) -> None:
         """A solver that stands where another did begins anew: a state means something to one only."""
         for group in self._local_groups():
-            if group.get("state_of") not in (None, group["solver"]):  # not in older states
+            if group["state_of"] not in (None, group["solver"]):
                 for p in group["params"]:
                     kept = self.state[p].get("fisher")
                     self.state[p] = {} if kept is None else {"fisher": kept}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_locoprop.fast_paths import transfer_of
 from torch_locoprop.gram import Gram
 from torch_locoprop.kernels import on_device, products, rmsprop
-from torch_locoprop.kernels.products import apart, factors, members, own_rows, turned, unit
+from torch_locoprop.kernels.products import apart, factors, members, own_rows, padded, turned, unit
 from torch_locoprop.kernels.rmsprop import Moving
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.solvers.base import Checked, Numbers, Tensors, local_rate
@@ -121,7 +121,7 @@ def _by_rows(
     x, weight, bias = problem.x, at["weight"], at.get("bias")
     x = own_rows(x).contiguous()
     (d, n), rows = weight.tensor.shape[-2:], x.shape[-2]
-    lead = -(-rows // 8) * 8
+    lead = padded(rows)
     notes = _notes(problem, x)
     table = turned(x, lead, bias is not None, _dtype(problem))
     x, rounded = (t.to(_dtype(problem)) for t in (x, weight.tensor))

@@ -68,9 +68,9 @@ def square(x: Tensor) -> Tensor:
     own = own_rows(x)
     rows, n = own.shape[-2:]
     with current(x.device):
-        table = turned(own, -(-rows // 8) * 8, True, torch.float32)
+        table = turned(own, padded(rows), True, torch.float32)
         columns, inner = table.shape[-2:]
-        found = own.new_empty(*own.shape[:-2], columns, -(-columns // 8) * 8)
+        found = own.new_empty(*own.shape[:-2], columns, padded(columns))
         precision = "ieee" if on_device.precision() == "ieee" else "tf32x3"
         parts = RESIDUAL[precision]
         left, right, in_blocks = factors(table, table, parts)
@@ -85,6 +85,11 @@ def square(x: Tensor) -> Tensor:
 def own_rows(x: Tensor) -> Tensor:
     """Those that are there, where all members have the same."""
     return x[:1] if x.dim() == 3 and x.stride(0) == 0 else x
+
+
+def padded(length: int) -> int:
+    """That of rows which all begin where a device likes to load from."""
+    return -(-length // 8) * 8
 
 
 def turned(x: Tensor, lead: int, has_bias: bool, dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,108 @@
+"""Train LocoProp-S on a CPU with the factors of products rounded to TF32: what becomes of its loss?
+
+    python -m benchmarks.rounding --data-dir DATA --rounded network square iterations --off 1
+
+MNIST, tanh, standard, in the three epochs of the timings: the rate goes from zero to half its peak at
+once. A run takes three minutes. `--off SEED` starts from weights that are 1e-4 off at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_locoprop.study import datasets, methods
+from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.figures.timings import timing_config
+from torch_locoprop.study.runner import run
+
+METHOD = "locoprop-s"
+OFF = 1e-4  # of each weight
+LOST = 13  # digits of float32 that TF32 has not
+
+# Which products they are can be told from the operations, for large layers on a CPU.
+PRODUCTS = {
+    "network": (torch.ops.aten.mm.default, torch.ops.aten.addmm.default),
+    "square": (torch.ops.aten.mm.out,),
+    "iterations": (torch.ops.mkldnn._linear_pointwise.default,),
+}
+
+
+class Rounded(TorchDispatchMode):
+    """Products of factors with TF32's digits: rounded as by cuBLAS, or cut off as by our kernels."""
+
+    def __init__(self, which: Collection[str]) -> None:
+        super().__init__()
+        self._which = [operation for name in which for operation in PRODUCTS[name]]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in self._which:
+            first = 1 if func is torch.ops.aten.addmm.default else 0
+            cut = func in PRODUCTS["iterations"]
+            factors = [to_tf32(factor, cut) for factor in args[first : first + 2]]
+            args = [*args[:first], *factors, *args[first + 2 :]]
+        return func(*args, **(kwargs or {}))
+
+
+def to_tf32(tensor: Tensor, cut: bool = False) -> Tensor:
+    """The nearest numbers that TF32 has, or the next towards zero."""
+    digits = tensor.contiguous().view(torch.int32)
+    if not cut:
+        digits = digits + 2 ** (LOST - 1)
+    return (digits >> LOST << LOST).view(torch.float32)
+
+
+def method(off: int | None) -> str:
+    """The name of the method that starts from weights that are off."""
+    own = methods.get(METHOD)
+    if off is None:
+        return own.name
+    name = f"{own.name}-off-{off}"
+
+    def build(model: nn.Module, settings: Any) -> Optimizer:
+        numbers = torch.Generator().manual_seed(off)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1 + OFF * torch.randn(p.shape, generator=numbers))
+        return own.build(model, settings)
+
+    if name not in methods.names():
+        methods.register(replace(own, name=name, build=build))
+    return name
+
+
+def losses(data: Dataset, rounded: Collection[str], off: int | None, **task: Any) -> list[float]:
+    """The train loss after each epoch."""
+    config = timing_config(RunConfig(method(off), dataset=data.name, **task), len(data.train))
+    with tempfile.TemporaryDirectory() as folder, Rounded(rounded):
+        result = run(config, Path(folder) / "run", data=data)
+    return [row.train_loss for row in result.metrics[1:]]
+
+
+def main() -> None:
+    """Parse the arguments, train and print the losses."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data-dir", type=Path, help="a folder with MNIST")
+    parser.add_argument("--rounded", nargs="*", choices=PRODUCTS, default=[], help="these products")
+    parser.add_argument("--off", type=int, metavar="SEED", help="other weights at the start")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    found = losses(datasets.load("mnist", options.data_dir), options.rounded, options.off)
+    rounded = " ".join(options.rounded) or "nothing"
+    print(f"rounded: {rounded}, off: {options.off}:", *(f"{loss:.2f}" for loss in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Products of rounded factors: which they are, and by how much they are off."""
+
+import pytest
+import torch
+
+from benchmarks import rounding
+from torch_locoprop.gram import square_of
+from torch_locoprop.solvers.joined import product
+from torch_locoprop.study.datasets import Dataset
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_ten_digits_are_left(cut: bool) -> None:
+    x = torch.randn(1000)
+    rounded = rounding.to_tf32(x, cut)
+    off = (rounded - x).abs() / x.abs()
+    assert off.max() <= 2 ** (-10 if cut else -11)
+    assert off.max() > 2**-12
+    assert torch.equal(rounding.to_tf32(rounded, cut), rounded)
+    assert not cut or (rounded.abs() <= x.abs()).all()
+
+
+@pytest.mark.parametrize("which", rounding.PRODUCTS)
+def test_only_what_is_asked_for_is_rounded(which: str) -> None:
+    left, right, bias = torch.randn(40, 300), torch.randn(50, 300), torch.randn(50)
+
+    def computed() -> dict[str, torch.Tensor]:
+        return {
+            "network": torch.addmm(bias, left, right.mT),
+            "square": square_of(right),
+            "iterations": product(left, right),
+        }
+
+    exact = computed()
+    with rounding.Rounded([which]):
+        found = computed()
+    assert [name for name in exact if not torch.equal(exact[name], found[name])] == [which]
+    torch.testing.assert_close(found, exact, rtol=1e-2, atol=0.1)
+
+
+def test_other_weights_at_the_start() -> None:
+    draw = torch.rand(50, 12, generator=torch.Generator().manual_seed(7))
+    data = Dataset("curves", draw[:40], draw[40:], "made for tests")
+    task = {"model": "12-8-3", "batch_size": 15}
+    plain = rounding.losses(data, [], None, **task)
+    assert len(plain) == 3
+    off = rounding.losses(data, [], 1, **task)
+    assert off == rounding.losses(data, [], 1, **task)
+    assert off[0] != plain[0]
+    assert off == pytest.approx(plain, rel=0.01)
