@@ -66,6 +66,7 @@ class Emulated:
 def _replays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Emulated, "made", 0)
     monkeypatch.setattr(Emulated, "replayed", 0)
+    monkeypatch.setattr(graphs, "RECORDINGS", 0)  # that read no copies, but where a test has them
     if not GPU:
         monkeypatch.setattr(graphs, "Recording", Emulated)
         monkeypatch.setattr(graphs, "can_record", lambda device: True)
@@ -468,3 +469,52 @@ def test_no_more_than_a_few_kinds_of_steps_are_kept() -> None:
 def test_a_copy_of_the_optimizer_records_anew() -> None:
     _, optimizer = trained()
     assert not copy.deepcopy(optimizer)._graphs._kinds
+
+
+def in_place(
+    moves: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> list[Tensor]:
+    """A loop whose batches and gradients stay where they are, but the batch before some steps."""
+    monkeypatch.setattr(graphs, "RECORDINGS", 2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(49, 5), nn.Tanh()).to(DEVICE, torch.float64)
+    optimizer = LocoProp(model, lr=1e-3, **settings)
+    images, kept = batch(0), []
+    for step in range(12):
+        if moves(step):
+            kept.append(images)  # so that the next one is elsewhere
+            images = images.clone()
+        images.copy_(batch(step))
+        optimizer.zero_grad(set_to_none=False)
+        model(images).square().mean().backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("moves", "made", "copied"),
+    [
+        (lambda step: False, 1, []),
+        (lambda step: step == 6, 2, []),
+        (lambda step: step in (6, 8), 3, [3] * 3),
+        (lambda step: step > 0, 1, [1] * 7),
+    ],
+    ids=["stays", "moves once", "moves twice", "moves always"],
+)
+def test_only_what_moves_is_copied(
+    moves: Callable[[int], bool], made: int, copied: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch that moves before it is recorded, and neither gradient; or all after too many times."""
+    expected = in_place(moves, monkeypatch, cuda_graph=False)
+    counts: list[int] = []
+    foreach_copy = torch._foreach_copy_
+
+    def counting(to: list[Tensor], of: list[Tensor]) -> None:
+        counts.append(len(to))
+        foreach_copy(to, of)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", counting)
+    same(in_place(moves, monkeypatch), expected)
+    if not GPU:
+        assert Emulated.made == made
+        assert counts == copied

@@ -1,8 +1,9 @@
 """The local problems of a step as a CUDA graph, for steps that are the same work again and again.
 
 In an ordinary loop the host launches every kernel of every local iteration, and that takes longer than
-the kernels do. A graph launches all of them at once, but knows fixed addresses only. So whatever a
-backward pass leaves elsewhere each time, inputs and gradients, is copied to where the graph reads it.
+the kernels do. A graph launches all of them at once, but knows fixed addresses only. In most loops a
+backward pass leaves most inputs and gradients where it left them the time before, and the graph reads
+them there. Those that move are copied to where the graph reads them.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,10 @@ Solve = Callable[[], Directions]
 
 # Steps of one kind before it is recorded: libraries choose their kernels.
 EAGER_STEPS = 3
+# What has moved more often than this is copied: once it may, as recorded work leaves other room.
+MOVES = 1
+# Recordings of one kind that read what stays in its place; any further one reads copies alone.
+RECORDINGS = 4
 # Kinds of steps to know: a batch is smaller now and then, or has no local problems.
 KINDS = 4
 
@@ -75,8 +81,36 @@ class _Kind:
     key: list[object]
     held: list[Tensor]  # so that no other has the identity of one of them
     taken: int = 0
+    recorded: int = 0
     recording: Recording | None = None
-    reads: list[Tensor] = field(default_factory=list)  # where the graph reads what is left
+    last: list[int] = field(default_factory=list)  # where the last step's backward left things
+    moves: list[int] = field(default_factory=list)  # how often each was elsewhere than before
+    places: list[int] = field(default_factory=list)  # where the graph reads them,
+    copies: dict[int, Tensor] = field(default_factory=dict)  # but for some, by their index
+
+    def watch(self, left: Sequence[Tensor]) -> None:
+        """See what has moved since the step before."""
+        places = [tensor.data_ptr() for tensor in left]
+        before, moves = self.last or places, self.moves or [0] * len(left)
+        moved = [now != then for now, then in zip(places, before, strict=True)]
+        self.last, self.moves = places, list(map(add, moves, moved))
+
+    def ready(self, work: Work, solve: Solve) -> Recording:
+        """A recording that reads what is left now: that of before, or another."""
+        if self.recording is not None and all(
+            now == then or i in self.copies
+            for i, (now, then) in enumerate(zip(self.last, self.places, strict=True))
+        ):
+            if self.copies:
+                left = [work.left[i] for i in self.copies]
+                torch._foreach_copy_(list(self.copies.values()), left)
+            return self.recording
+        self.recording = None  # its memory can serve the next one
+        self.recorded += 1
+        copied = [self.recorded > RECORDINGS or moves > MOVES for moves in self.moves]
+        self.copies = {i: work.left[i].clone() for i, own in enumerate(copied) if own}
+        self.places, self.recording = self.last, _recorded(work, solve, self.copies)
+        return self.recording
 
 
 class StepGraphs:
@@ -95,19 +129,17 @@ class StepGraphs:
         if kind is None:
             return solve()
         kind.taken += 1
+        kind.watch(work.left)
         if kind.taken <= EAGER_STEPS:
             return solve()
-        if kind.recording is None:
-            try:
-                kind.reads, kind.recording = _recorded(work, solve)
-            except RuntimeError as error:
-                self.failure = str(error)
-                self.forget()  # and the memory that may have been lacking
-                return solve()
-        else:
-            torch._foreach_copy_(kind.reads, work.left)
-        kind.recording.replay()
-        return {p: direction.clone() for p, direction in kind.recording.result.items()}
+        try:
+            recording = kind.ready(work, solve)
+        except RuntimeError as error:
+            self.failure = str(error)
+            self.forget()  # and the memory that may have been lacking
+            return solve()
+        recording.replay()
+        return {p: direction.clone() for p, direction in recording.result.items()}
 
     def forget(self) -> None:
         """Let go of all recordings."""
@@ -265,10 +297,10 @@ def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
     return replace(call, gram=gram)
 
 
-def _recorded(work: Work, solve: Solve) -> tuple[list[Tensor], Recording]:
-    """A recording of the step, not taken yet, and the copies that it reads."""
+def _recorded(work: Work, solve: Solve, copies: Mapping[int, Tensor]) -> Recording:
+    """A recording of the step, not taken yet, that reads the copies there are."""
     layers, moving = work.layers, work.moving
-    reads = [tensor.clone() for tensor in work.left]
+    reads = [copies.get(i, tensor) for i, tensor in enumerate(work.left)]
     inputs = iter(reads)
     calls = [list(layer.calls) for layer in layers]
     gradients = [p.grad for p in moving]
@@ -277,7 +309,7 @@ def _recorded(work: Work, solve: Solve) -> tuple[list[Tensor], Recording]:
             layer.calls[:] = [_reading(call, inputs) for call in layer.calls]
         for p, gradient in zip(moving, reads[-len(moving) :], strict=True):
             p.grad = gradient
-        return reads, Recording(solve)
+        return Recording(solve)
     finally:
         for layer, own in zip(layers, calls, strict=True):
             layer.calls[:] = own
