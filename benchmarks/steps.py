@@ -34,6 +34,10 @@ from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.step import EAGER_STEPS, TrainingStep
 
+# Steps of a turn on a GPU before those that count: others have moved what memory is free, and graphs
+# are recorded anew.
+SETTLING = 4
+
 
 @dataclass
 class Row:
@@ -74,6 +78,8 @@ class Turns:
 
     def take(self, steps: int) -> None:
         if self.device == "cuda":
+            for _ in range(SETTLING if self.contestant.cycle == 1 else 0):
+                self.ready.step()
             # In one go: the host may run ahead of the device, as it does in training.
             self.loop.append(_milliseconds(self.ready.step, steps, self.device))
         whole, optimizer = self._in_parts(steps)

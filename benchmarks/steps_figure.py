@@ -45,16 +45,19 @@ def save(content: dict[str, Any], path: Path) -> list[Path]:
     return style.save(draw(content), path.parent, path.stem)
 
 
+def _times(row: Row) -> list[float]:
+    return [ms for ms in (row["graph_ms"], row["loop_ms"]) if ms is not None]
+
+
 def _best(row: Row) -> float | None:
-    times = [ms for ms in (row["loop_ms"], row["graph_ms"]) if ms is not None]
-    return min(times, default=None)
+    return min(_times(row), default=None)
 
 
 def _panel(axes: Axes, model: str, rows: list[Row]) -> None:
     rows = sorted(rows, key=_best, reverse=True)
     for place, row in enumerate(rows):
         paint = _colour(row["key"])
-        times = [ms for ms in (row["graph_ms"], row["loop_ms"]) if ms is not None]
+        times = _times(row)
         axes.plot(times, [place] * len(times), color=paint, lw=1.4)
         for ms, face in ((row["graph_ms"], paint), (row["loop_ms"], "white")):
             if ms is not None:
@@ -66,7 +69,7 @@ def _panel(axes: Axes, model: str, rows: list[Row]) -> None:
                 )  # fmt: skip
     axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
     axes.set_xscale("log")
-    axes.set_xlim(min(map(_best, rows)) / 2, 2 * max(row["loop_ms"] for row in rows))
+    axes.set_xlim(min(map(_best, rows)) / 2, 2 * max(max(_times(row)) for row in rows))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     style.finish(axes, model)
 

@@ -112,7 +112,7 @@ class Gram:
         joint = self.total.new_empty(*leading, n + 1, n + 1)
         joint[..., :n, :n] = self.square
         joint[..., n, :n] = joint[..., :n, n] = self.total
-        joint[..., n, n] = self.rows
+        joint[..., n:, n:] = self.rows  # not [n, n]: a number is copied there, not filled in
         return joint if weight else joint[..., n:, n:]
 
     def gradient(self, moved: Tensors) -> Tensors:
@@ -126,9 +126,11 @@ class Gram:
         if bias is None:
             return {"weight": weight @ self.square}
         outer = bias.unsqueeze(-1) * self.total.unsqueeze(-2)
+        with full_products(weight):  # the bias's two terms nearly cancel
+            of_weight = (weight @ self.total.unsqueeze(-1)).squeeze(-1)
         return {
             "weight": _add_product(outer, weight, self.square),
-            "bias": (weight @ self.total.unsqueeze(-1)).squeeze(-1) + bias * self.rows,
+            "bias": of_weight + bias * self.rows,
         }
 
 

@@ -20,7 +20,7 @@ def test_ten_digits_are_left(cut: bool) -> None:
     assert not cut or (rounded.abs() <= x.abs()).all()
 
 
-@pytest.mark.parametrize("which", rounding.PRODUCTS)
+@pytest.mark.parametrize("which", ["network", "square", "iterations"])
 def test_only_what_is_asked_for_is_rounded(which: str) -> None:
     left, right, bias = torch.randn(40, 300), torch.randn(50, 300), torch.randn(50)
 
@@ -36,6 +36,18 @@ def test_only_what_is_asked_for_is_rounded(which: str) -> None:
         found = computed()
     assert [name for name in exact if not torch.equal(exact[name], found[name])] == [which]
     torch.testing.assert_close(found, exact, rtol=1e-2, atol=0.1)
+
+
+@pytest.mark.parametrize("too", [False, True])
+def test_the_gradient_of_biases_is_exact_unless_it_is_asked_for(too: bool) -> None:
+    rows, moved = torch.randn(500, 300), torch.randn(40, 304)
+    square = torch.zeros(304, 304)  # the last of [X 1]ᵀ[X 1], and what fills it up to a multiple
+    square[:301, :301] = square_of(torch.cat([rows, torch.ones(500, 1)], 1))
+    with rounding.Rounded(["iterations", "bias"] if too else ["iterations"]):
+        found = product(moved, square)
+    off = (found - moved @ square).abs().mean(0)
+    assert off[:300].min() > 1e-3
+    assert bool(off[300] > 1e-3) is too
 
 
 def test_other_weights_at_the_start() -> None:

@@ -108,6 +108,24 @@ def test_products_in_bfloat16(
         assert 1e-6 < error < 0.01
 
 
+@pytest.mark.parametrize("members", [None, 2])
+def test_the_bias_has_all_digits_where_products_have_few(
+    device: str, members: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradient through XᵀX is a small difference: of W Xᵀ1 and of what the bias itself adds."""
+    if device == "cuda" and not on_device.has_bf16():
+        pytest.skip("this GPU has no products in bfloat16")
+    exact = problem(device, squared=True, members=members, size=(20, 24))
+    each = dict.fromkeys(exact.start, replace(NUMBERS, lr=1e-2))
+    states: dict[str, dict[str, Tensor]] = {name: {} for name in exact.start}
+    monkeypatch.setattr(on_device, "SWITCHED_OFF", True)
+    theirs, _ = RmsProp().solve(exact, states, each, 2, "linear")
+    monkeypatch.setattr(on_device, "SWITCHED_OFF", False)
+    ours, _ = RmsProp().solve(replace(exact, products="bf16"), states, each, 2, "linear")
+    errors = {name: float((ours[name] - theirs[name]).norm()) for name in exact.start}
+    assert errors["bias"] < 1e-6 < 1e-5 < errors["weight"]
+
+
 @pytest.mark.parametrize("rows", [5, 40], ids=["by rows", "by the Gram matrix"])
 def test_squared_loss(device: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     both_ways(problem(device, squared=True, rows=rows), monkeypatch)

@@ -259,7 +259,7 @@ def write_moved(
     g, tensor, square, momentum, new_tensor, rounded, start, ok, eta, mu, rho, eps, at, here,
     ROUNDS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """A step's results; of the last one the tensor itself, and whether all that is left is finite."""
+    """Write a step's results; of the last one the tensor itself, and whether all is finite."""
     w, v, m = moved(
         tl.load(tensor + at, here), tl.load(square + at, here), tl.load(momentum + at, here),
         g, eta, mu, rho, eps,
@@ -273,11 +273,12 @@ def write_moved(
         tl.store(rounded + at, w, here)
     tl.store(square + at, v, here)
     tl.store(momentum + at, m, here)
+    return w
 
 
 @triton.jit
 def step(
-    left, right, total, count, weight_first, bias_first, gamma,
+    left, right, total, count, sums, new_sums, weight_first, bias_first, gamma,
     weight, weight_square, weight_momentum, new_weight, rounded,
     bias, bias_square, bias_momentum, new_bias, weight_start, bias_start, ok,
     scale, eta, mu, rho, eps, rate, units, n_units, d, right_rows, gamma_at: tl.constexpr,
@@ -288,14 +289,16 @@ def step(
 ):  # fmt: skip
     """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
 
-    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W [XᵀX Xᵀ1]`` and what
-    the bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere.
-    Where products are of rounded numbers, W is also written as such. The last step adds the start, and
-    clears ``ok`` of member k if something is not finite.
+    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W XᵀX`` and what the
+    bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere. The
+    bias's gradient has ``W Xᵀ1``, in parts by columns, and leaves that of the new W: in full precision,
+    for it is nearly the opposite of what the bias itself adds. Where products are of rounded numbers, W
+    is also written as such. The last step adds the start, and clears ``ok`` of member k if something is
+    not finite.
     """
     k = tl.program_id(2)
     inner, n = units * UNIT, n_units * N_UNIT
-    columns = n + 1 if HAS_BIAS else n
+    columns = n + 1 if HAS_BIAS and not BY_GRAM else n
     feature = tl.program_id(1) * TALL + tl.arange(0, TALL)
     begin = tl.program_id(0) * BROAD
     column = begin + tl.arange(0, BROAD)
@@ -307,13 +310,17 @@ def step(
     own_rho, own_eps = number(rho, k, rho_at), number(eps, k, eps_at)
     own_gamma = number(gamma, k, gamma_at)
     if HAS_BIAS:  # noqa: SIM102  # a constant of the compiler, outside of what is not
-        if tl.program_id(0) == n // BROAD:  # which has the bias's gradient as a column
-            sums = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)
+        if tl.program_id(0) == (0 if BY_GRAM else n // BROAD):
             there, mine = feature < d, k * d + feature
             if BY_GRAM:
-                sums += tl.load(bias + mine, there, 0.0) * count
+                sum_of = tl.load(bias + mine, there, 0.0) * count
+                for part in range(tl.num_programs(0)):
+                    at = (k * tl.num_programs(0) + part) * d + feature
+                    sum_of += tl.load(sums + at, there, 0.0)
+            else:  # it is a column of the product
+                sum_of = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)
             write_moved(
-                scale * sums + own_gamma * tl.load(bias_first + mine, there),
+                scale * sum_of + own_gamma * tl.load(bias_first + mine, there),
                 bias, bias_square, bias_momentum, new_bias, new_bias, bias_start, ok + k,
                 own_eta, own_mu, own_rho, own_eps, mine, there, False, LAST,
             )  # fmt: skip
@@ -321,16 +328,20 @@ def step(
     for q in tl.static_range(4):
         own = tl.program_id(1) * TALL + q * (TALL // 4) + tl.arange(0, TALL // 4)
         part = parts[q]
+        at = (k * d + own[:, None]) * n + column[None, :]
+        here = (own[:, None] < d) & (column[None, :] < n)
         if BY_GRAM and HAS_BIAS:
             counts = tl.load(total + k * n + column, column < n, 0.0)
             part += tl.load(bias + k * d + own, own < d, 0.0)[:, None] * counts[None, :]
-        at = (k * d + own[:, None]) * n + column[None, :]
-        here = (own[:, None] < d) & (column[None, :] < n)
-        write_moved(
+        w = write_moved(
             scale * part + own_gamma * tl.load(weight_first + at, here),
             weight, weight_square, weight_momentum, new_weight, rounded, weight_start, ok + k,
             own_eta, own_mu, own_rho, own_eps, at, here, ROUNDS, LAST,
         )  # fmt: skip
+        if BY_GRAM and HAS_BIAS and not LAST:
+            of_bias = tl.reduce(tl.where(here, w * counts[None, :], 0.0), 1, plus)
+            mine = (k * tl.num_programs(0) + tl.program_id(0)) * d + own
+            tl.store(new_sums + mine, of_bias, own < d)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fast_paths import transfer_of
-from torch_locoprop.gram import Gram
+from torch_locoprop.gram import Gram, full_products
 from torch_locoprop.kernels import on_device, products, rmsprop
 from torch_locoprop.kernels.products import apart, factors, members, own_rows, padded, turned, unit
 from torch_locoprop.kernels.rmsprop import Moving
@@ -104,14 +104,33 @@ def _by_gram(
     problem: LocalProblem, gram: Gram, at: Movings, numbers: Numbers, steps: Sequence[Step]
 ) -> Movings:
     """The rest of the iterations, by the products of the rows with themselves."""
-    square, total = own_rows(gram.square), own_rows(gram.total.unsqueeze(-2))
-    table = torch.cat([square, total], -2) if "bias" in at else square.contiguous()
-    table, left = (t.to(_dtype(problem)) for t in (table, at["weight"].tensor))
+    table, left = own_rows(gram.square).contiguous(), at["weight"].tensor
+    sums = _sums(left, gram, products.STEP[_precision(problem)].broad)
+    table, left = (t.to(_dtype(problem)) for t in (table, left))
     for step in steps:
         rounded = torch.empty_like(left) if _rounds(problem) else left
-        at = _stepped(problem, left, table, at, rounded, numbers, step, gram)
-        left = rounded if _rounds(problem) else at["weight"].tensor
+        by = _ByGram(gram.total.contiguous(), float(gram.rows), sums, torch.empty_like(sums))
+        at = _stepped(problem, left, table, at, rounded, numbers, step, by)
+        left, sums = rounded if _rounds(problem) else at["weight"].tensor, by.new_sums
     return at
+
+
+class _ByGram(NamedTuple):
+    """What an iteration by XᵀX needs beside it."""
+
+    total: Tensor  # Xᵀ1
+    rows: float
+    sums: Tensor  # W Xᵀ1 [..., parts, d] of displacements W, in parts that add up
+    new_sums: Tensor  # that of the new ones, to be written
+
+
+def _sums(weight: Tensor, gram: Gram, broad: int) -> Tensor:
+    """``W Xᵀ1`` with all digits, in as many parts as there are programs side by side."""
+    *lead, d, n = weight.shape
+    sums = weight.new_zeros(*lead, -(-n // broad), d)
+    with full_products(weight):
+        sums[..., :1, :] = (weight @ gram.total.unsqueeze(-1)).mT
+    return sums
 
 
 def _by_rows(
@@ -166,7 +185,7 @@ def _stepped(
     rounded: Tensor,
     numbers: Numbers,
     step: Step,
-    gram: Gram | None = None,
+    by: _ByGram | None = None,
 ) -> Movings:
     """RMSProp's step with the gradient ``left @ tableᵀ``: in place, but for what is read.
 
@@ -176,23 +195,22 @@ def _stepped(
     d, n = weight.tensor.shape[-2:]
     columns, inner = table.shape[-2:]
     new = _tensors(at)
-    if gram is not None:
+    if by is not None:
         new = {name: torch.empty_like(tensor) for name, tensor in new.items()}
     unused = weight.tensor  # a pointer that is not read
     precision = _precision(problem)
     parts = products.STEP[precision]
     *operands, in_blocks = factors(left, table, parts)
     on_device.kernels().step[parts.grid(columns, d, members(weight.tensor))](
-        *operands, unused if gram is None else gram.total.contiguous(),
-        0.0 if gram is None else float(gram.rows), first["weight"], first.get("bias", unused),
-        problem.gamma,
+        *operands, *(by or (unused, 0.0, unused, unused)),
+        first["weight"], first.get("bias", unused), problem.gamma,
         *weight, new["weight"], rounded, *(bias or (unused,) * 3), new.get("bias", unused),
         problem.start["weight"], problem.start.get("bias", unused),
         unused if step.ok is None else step.ok,
         problem.row_weight, *rmsprop.numbers_of(numbers), step.rate,
         inner // unit(inner), n // unit(n), d, apart(table),
         rmsprop.place(problem.gamma), *rmsprop.places(numbers),
-        BY_GRAM=gram is not None, HAS_BIAS=bias is not None,
+        BY_GRAM=by is not None, HAS_BIAS=bias is not None,
         ROUNDS=_rounds(problem) and step.ok is None, LAST=step.ok is not None,
         UNIT=unit(inner), N_UNIT=unit(n), IN_BLOCKS=in_blocks,
         **parts.options(precision),
