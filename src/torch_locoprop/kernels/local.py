@@ -88,7 +88,10 @@ def solve(
     if gram is not None:
         at = _by_gram(problem, gram, at, numbers["weight"], steps)
     else:
-        at = _by_rows(problem, at, numbers["weight"], steps)
+        rows = ByRows(problem, at)
+        for step in steps:
+            rows.residual()
+            rows.step(numbers["weight"], step)
     return Checked(_tensors(at), ok.view(torch.bool)), _states(at)
 
 
@@ -133,32 +136,37 @@ def _sums(weight: Tensor, gram: Gram, broad: int) -> Tensor:
     return sums
 
 
-def _by_rows(
-    problem: LocalProblem, at: Movings, numbers: Numbers, steps: Sequence[Step]
-) -> Movings:
-    """The rest of the iterations, by the rows, in place."""
-    x, weight, bias = problem.x, at["weight"], at.get("bias")
-    x = own_rows(x).contiguous()
-    (d, n), rows = weight.tensor.shape[-2:], x.shape[-2]
-    lead = padded(rows)
-    notes = _notes(problem, x)
-    table = turned(x, lead, bias is not None, _dtype(problem))
-    x, rounded = (t.to(_dtype(problem)) for t in (x, weight.tensor))
-    delta = x.new_empty(*weight.tensor.shape[:-1], lead)
-    precision = _precision(problem)
-    parts = products.RESIDUAL[precision]
-    grid = parts.grid(lead, d, members(weight.tensor))
-    w_blocks, x_blocks, in_blocks = factors(rounded, x, parts)
-    for step in steps:
-        on_device.kernels().residual[grid](
-            w_blocks, x_blocks, notes, notes if bias is None else bias.tensor, delta,
-            n // unit(n), rows // unit(rows), d, apart(x),
-            TRANSFER=TRANSFERS[transfer_of(problem)], HAS_BIAS=bias is not None,
+class ByRows:
+    """The rest of the iterations, by the rows, in place: of each, two kernels."""
+
+    def __init__(self, problem: LocalProblem, at: Movings) -> None:
+        self._problem, self._at = problem, at
+        weight = at["weight"].tensor
+        x = own_rows(problem.x).contiguous()
+        self._notes = _notes(problem, x)
+        lead = padded(x.shape[-2])
+        self._table = turned(x, lead, "bias" in at, _dtype(problem))
+        self._x, self._rounded = (t.to(_dtype(problem)) for t in (x, weight))
+        self._delta = self._x.new_empty(*weight.shape[:-1], lead)
+
+    def residual(self) -> None:
+        """By how much the transfer's values have changed."""
+        weight, bias = self._at["weight"].tensor, self._at.get("bias")
+        (d, n), (rows, lead) = weight.shape[-2:], (self._x.shape[-2], self._delta.shape[-1])
+        precision = _precision(self._problem)
+        parts = products.RESIDUAL[precision]
+        *operands, in_blocks = factors(self._rounded, self._x, parts)
+        on_device.kernels().residual[parts.grid(lead, d, members(weight))](
+            *operands, self._notes, self._notes if bias is None else bias.tensor, self._delta,
+            n // unit(n), rows // unit(rows), d, apart(self._x),
+            TRANSFER=TRANSFERS[transfer_of(self._problem)], HAS_BIAS=bias is not None,
             N_UNIT=unit(n), ROW_UNIT=unit(rows), IN_BLOCKS=in_blocks,
             **parts.options(precision),
         )  # fmt: skip
-        _stepped(problem, delta, table, at, rounded, numbers, step)
-    return at
+
+    def step(self, numbers: Numbers, step: Step) -> None:
+        """The solver's, with the gradient that follows from it."""
+        _stepped(self._problem, self._delta, self._table, self._at, self._rounded, numbers, step)
 
 
 def _notes(problem: LocalProblem, x: Tensor) -> Tensor:

@@ -14,6 +14,9 @@ _RENEWED = ("kfac@10", "shampoo@100")
 _RMSPROP = {"lr": 1.1e-3, "momentum": 0.909, "decay": 0.995, "eps": 1e-10}
 _EARLIER = ("relu", "fashion-mnist", "curves")
 
+_RATES = "the best of three rates for this model"
+_FEW_TRIALS = "the best of 24 trials of 8 epochs with such batches"
+
 PROTOCOL = Scale(
     tasks={
         "standard": {"dataset": "mnist"},
@@ -36,9 +39,18 @@ PROTOCOL = Scale(
     settings={},
     special={
         **{task: {"rmsprop": _RMSPROP} for task in _EARLIER},
-        # The best of three rates; the standard model's own leads nowhere in these.
-        "deep": {"rmsprop": {"lr": 3e-5}},
+        # The standard model's own lead nowhere in these.
+        "deep": {
+            "rmsprop": {"lr": 3e-5},
+            "adam": {"lr": 0.0003593, "momentum": 0.9156, "decay": 0.9853, "eps": 1.82e-07},
+            "locoprop-s": {"lr": 4.019e-06, "gamma": 100.0},
+        },
         "wide": {"rmsprop": {"lr": 1e-4}},
+        "batch-100": {
+            "rmsprop": {"lr": 1.311e-4, "momentum": 0.9126, "decay": 0.9856, "eps": 8.664e-10},
+            "locoprop-s": {"lr": 1.669e-06, "gamma": 10.0},
+            "locoprop-m": {"lr": 2.915e-05, "momentum": 0.9, "decay": 0.99},
+        },
     },
     # The best of results/searches; RMSProp's are the reference's.
     solvers={
@@ -57,8 +69,15 @@ PROTOCOL = Scale(
     },
     origins={
         **{task: {"rmsprop": f"{TUNED}, the best of 64 earlier trials"} for task in _EARLIER},
-        **{
-            task: {"rmsprop": "the best of three rates for this model"} for task in ("deep", "wide")
+        "wide": {"rmsprop": _RATES},
+        "deep": {
+            "rmsprop": _RATES,
+            "adam": "the best of 32 trials of 15 epochs with this model",
+            "locoprop-s": "the best of 24 trials of 10 epochs with this model",
+        },
+        "batch-100": {
+            "rmsprop": "the best of 32 trials of 15 epochs with such batches",
+            **dict.fromkeys(("locoprop-s", "locoprop-m"), _FEW_TRIALS),
         },
         SOLVERS: {
             **dict.fromkeys(("sgd", "adagrad"), f"{TUNED}, 8 trials of 30 epochs"),

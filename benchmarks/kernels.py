@@ -1,0 +1,161 @@
+"""Time the two kernels of a local iteration alone, beside what they cannot do without.
+
+    python -m benchmarks.kernels --out kernels.json
+    python -m benchmarks.kernels --show benchmarks/results/kernels-h200-tf32.json
+
+Each is launched several times in a CUDA graph, for one layer or for those of a population. `residual`
+has a product, reads notes on the pre-activations and writes how much the transfer changed; `step` has a
+product, and reads and writes weights and state. Beside them: the first one's product by cuBLAS, and
+reading and writing as much as `step` does by elementwise operations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks import step_table
+from torch_locoprop.kernels.local import ByRows, Step
+from torch_locoprop.kernels.rmsprop import Moving
+from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.losses import Matching
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.regularizers import REGULARIZERS
+from torch_locoprop.solvers.base import Numbers
+from torch_locoprop.study.config import PRECISIONS
+from torch_locoprop.study.machine import environment, matmul_precision
+from torch_locoprop.targets import MirrorDescent
+from torch_locoprop.transfers import Tanh
+
+LAUNCHES, ROUNDS = 10, 5
+NUMBERS = Numbers(1e-9, 0.9, 0.99, 1e-5)
+
+
+class Shape(NamedTuple):
+    """Of a layer `[d, n]`, its rows, and how many members a population has."""
+
+    members: int
+    d: int
+    n: int
+    rows: int = 1000
+
+
+SHAPES = {
+    "standard, the first layer": Shape(1, 1000, 784),
+    "a layer of 3000 × 2000": Shape(1, 3000, 2000),
+    "32 members, the first layer": Shape(32, 1000, 784),
+    "32 members, the second layer": Shape(32, 500, 1000),
+}
+
+
+def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, Moving]]:
+    """Return a local problem of LocoProp-M with tanh, and where its iterations are."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(*sizes: int) -> Tensor:
+        return 0.05 * torch.randn(*sizes, generator=generator, device=device)
+
+    members, d, n, rows = shape
+    start = {"weight": drawn(members, d, n), "bias": drawn(members, d)}
+    problem = LocalProblem(
+        layer=LinearLayer(), x=drawn(members, rows, n), start=start, fixed={},
+        backprop={name: drawn(*t.shape) for name, t in start.items()}, target=MirrorDescent(),
+        loss=Matching(), transfer=Tanh(), gamma=1.0, eta=NUMBERS.lr,
+        regularizer=REGULARIZERS["none"],
+    )  # fmt: skip
+    at = {
+        name: Moving(*(drawn(*t.shape) for _ in Moving._fields))._replace(square=torch.ones_like(t))
+        for name, t in start.items()
+    }
+    return problem, at
+
+
+def works(shape: Shape, device: str) -> dict[str, Callable[[], object]]:
+    """Return what is timed."""
+    problem, at = iteration(shape, device)
+    rows, weight, first = ByRows(problem, at), at["weight"], problem.backprop["weight"]
+
+    def passes() -> None:
+        for tensor in weight:
+            tensor.mul_(1.0)
+        first.sum()
+
+    return {
+        "residual": rows.residual,
+        "its product by cuBLAS": lambda: weight.tensor @ problem.x.mT,
+        "step": lambda: rows.step(NUMBERS, Step(1.0, None)),
+        "as many reads and writes": passes,
+    }
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    """Of one launch: the median over rounds of several in a graph."""
+    work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(LAUNCHES):
+            work()
+    graph.replay()
+    times = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        graph.replay()
+        torch.cuda.synchronize()
+        times.append(1e6 * (time.perf_counter() - began) / LAUNCHES)
+    return median(times)
+
+
+def markdown(content: dict[str, Any]) -> str:
+    """Return the table: microseconds, and TFLOP/s of what has a product."""
+    names = list(next(iter(content["layers"].values()))["us"])
+    cells = []
+    for layer, found in content["layers"].items():
+        own = [
+            f"{us:.1f}" + (f" ({1e3 * found['gflop'] / us:.0f})" if "reads" not in name else "")
+            for name, us in found["us"].items()
+        ]
+        cells.append([layer, *own])
+    where = content["environment"]
+    notes = [f"Microseconds (TFLOP/s), {content['precision']}, {where['machine']}."]
+    notes += [content["note"]] if "note" in content else []
+    return "\n\n".join([step_table.table(["", *names], cells), *notes])
+
+
+def measured(precision: str) -> dict[str, Any]:
+    """Time all on a GPU."""
+    layers = {}
+    with matmul_precision(precision):
+        for name, shape in SHAPES.items():
+            us = {each: microseconds(work) for each, work in works(shape, "cuda").items()}
+            gflop = 2e-9 * shape.members * shape.d * shape.n * shape.rows
+            layers[name] = {"shape": shape._asdict(), "gflop": gflop, "us": us}
+    return {"layers": layers, "precision": precision, "environment": environment("cuda")}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the arguments, measure or read, and show the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--precision", default="tf32", choices=PRECISIONS)
+    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    parser.add_argument("--show", type=Path, help="such a file, to be shown instead")
+    options = parser.parse_args(arguments)
+    if not options.show and not torch.cuda.is_available():
+        raise SystemExit("There is no GPU here, and nothing to time without one.")
+    content = json.loads(options.show.read_text()) if options.show else measured(options.precision)
+    if options.out:
+        step_table.write(options.out, content)
+    step_table.display(markdown(content))
+
+
+if __name__ == "__main__":
+    main()
