@@ -105,6 +105,8 @@ def main() -> None:
     parser.add_argument("--rounded", nargs="*", choices=PRODUCTS, default=[], help="these products")
     parser.add_argument("--off", type=int, metavar="SEED", help="other weights at the start")
     options = parser.parse_args()
+    if "bias" in options.rounded and "iterations" not in options.rounded:
+        parser.error("bias is a part of the iterations' products: give --rounded iterations bias")
     torch.set_num_threads(1)
     found = losses(datasets.load("mnist", options.data_dir), options.rounded, options.off)
     rounded = " ".join(options.rounded) or "nothing"

@@ -30,7 +30,7 @@ def draw(content: dict[str, Any]) -> Figure:
     )
     panels = figure.subplots(1, len(models), squeeze=False)[0]
     for axes, (model, own) in zip(panels, models.items(), strict=True):
-        _panel(axes, model, [row for row in own if _best(row) is not None])
+        _panel(axes, model, [row for row in own if _times(row)])
     notes = []
     if any(row["graph_ms"] is not None for row in found):
         notes.append("Rings: an ordinary loop. Discs: the step replayed as one CUDA graph.")
@@ -49,8 +49,8 @@ def _times(row: Row) -> list[float]:
     return [ms for ms in (row["graph_ms"], row["loop_ms"]) if ms is not None]
 
 
-def _best(row: Row) -> float | None:
-    return min(_times(row), default=None)
+def _best(row: Row) -> float:
+    return min(_times(row))
 
 
 def _panel(axes: Axes, model: str, rows: list[Row]) -> None:

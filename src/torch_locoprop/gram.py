@@ -112,7 +112,8 @@ class Gram:
         joint = self.total.new_empty(*leading, n + 1, n + 1)
         joint[..., :n, :n] = self.square
         joint[..., n, :n] = joint[..., :n, n] = self.total
-        joint[..., n:, n:] = self.rows  # not [n, n]: a number is copied there, not filled in
+        # Filled in, as a block is; to a single entry it would be copied from the host: no graph can.
+        joint[..., n:, n:] = self.rows
         return joint if weight else joint[..., n:, n:]
 
     def gradient(self, moved: Tensors) -> Tensors:

@@ -32,7 +32,8 @@ Solve = Callable[[], Directions]
 
 # Steps of one kind before it is recorded: libraries choose their kernels.
 EAGER_STEPS = 3
-# What has moved more often than this is copied: once it may, as recorded work leaves other room.
+# What has moved more often than this is copied from then on: once it may, for recorded work leaves
+# other room. Whatever else takes memory between steps may move things, such as an evaluation.
 MOVES = 1
 # Recordings of one kind that read what stays in its place; any further one reads copies alone.
 RECORDINGS = 4
@@ -136,6 +137,8 @@ class StepGraphs:
             recording = kind.ready(work, solve)
         except RuntimeError as error:
             self.failure = str(error)
+        if self.failure is not None:
+            del kind
             self.forget()  # and the memory that may have been lacking
             return solve()
         recording.replay()
@@ -189,7 +192,7 @@ def work_of(
 
     The key has whatever ``method_for`` and the solution ask of layers, groups and tensors. Those that
     stay are known by identity and address, the module's by their form too: any ``.data`` may be put
-    there. Gradients and inputs, which are copied, are known by their form alone.
+    there. Gradients and inputs are known by their form alone: ``_Kind`` looks where they lie.
 
     All this is asked in every step, while the device waits: hence lists and loops, and no detours.
     """

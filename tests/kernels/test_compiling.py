@@ -65,8 +65,9 @@ for transfer, precision in enumerate(("tf32", "tf32", "tf32x3", "tf32x3")):
 of_products("residual", "tf32x3", 8, TRANSFER=0, HAS_BIAS=False)  # XᵀX
 own = {"HAS_BIAS": True}
 of_products("residual", "bf16", 8, "*bf16", TRANSFER=1, **own)
-own = {"BY_GRAM": False, "HAS_BIAS": True, "ROUNDS": True, "LAST": False}
-of_products("step", "bf16", 8, "*bf16", eta_at=1, **PLACES, **own)
+for gram in (False, True):
+    own = {"BY_GRAM": gram, "HAS_BIAS": True, "ROUNDS": True, "LAST": False}
+    of_products("step", "bf16", 8, "*bf16", eta_at=1, **PLACES, **own)
 print("all compiled")
 """
 

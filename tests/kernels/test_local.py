@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.kernels import local, on_device, products
+from torch_locoprop.kernels.rmsprop import Moving
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, PostSquared, Squared
 from torch_locoprop.problem import LocalProblem
@@ -124,6 +125,29 @@ def test_the_bias_has_all_digits_where_products_have_few(
     ours, _ = RmsProp().solve(replace(exact, products="bf16"), states, each, 2, "linear")
     errors = {name: float((ours[name] - theirs[name]).norm()) for name in exact.start}
     assert errors["bias"] < 1e-6 < 1e-5 < errors["weight"]
+
+
+@pytest.mark.parametrize("members", [None, 2])
+def test_a_step_leaves_the_new_sums_with_all_digits(device: str, members: int | None) -> None:
+    if device == "cuda" and not on_device.has_bf16():
+        pytest.skip("this GPU has no products in bfloat16")
+    of = problem(device, squared=True, members=members, size=(20, 24), products="bf16")
+    gram = of.through_gram(3)
+    assert gram is not None
+    states = {name: torch.ones_like(tensor) for name, tensor in of.start.items()}
+    at = {
+        name: Moving(t.clone(), states[name], states[name].clone()) for name, t in of.start.items()
+    }
+    sums = local._sums(at["weight"].tensor, gram.total, products.STEP["bf16"].broad)
+    by = local._ByGram(gram.total.contiguous(), 40.0, sums, torch.full_like(sums, float("nan")))
+    left, table = (t.to(local.ROUNDED) for t in (at["weight"].tensor, gram.square.contiguous()))
+    new = local._stepped(
+        of, left, table, at, torch.empty_like(left), NUMBERS, local.Step(1.0, None), by
+    )
+    moved = new["weight"].tensor
+    assert not torch.equal(moved, of.start["weight"])
+    expected = (moved.double() @ gram.total.double().unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(by.new_sums.sum(-2).double(), expected, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("rows", [5, 40], ids=["by rows", "by the Gram matrix"])

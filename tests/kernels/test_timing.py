@@ -1,5 +1,7 @@
 """What `benchmarks.kernels` times is the library's own iteration, and its table tells the rates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,7 @@ def test_an_iteration_is_a_residual_and_a_step(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape, rate = kernels.Shape(2, 5, 6, rows=9), 1e-3
-    monkeypatch.setattr(kernels, "NUMBERS", kernels.NUMBERS.__class__(rate, 0.9, 0.99, 1e-5))
+    monkeypatch.setattr(kernels, "NUMBERS", replace(kernels.NUMBERS, lr=rate))
     problem, at = kernels.iteration(shape, device)
     states = {
         name: {"square": moving.square.clone(), "momentum": moving.momentum.clone()}
@@ -26,8 +28,10 @@ def test_an_iteration_is_a_residual_and_a_step(
         change, _ = RmsProp().step(gradient[name], states[name], kernels.NUMBERS)
         expected = moved[name] - change - problem.start[name]
         torch.testing.assert_close(moving.tensor, expected, rtol=1e-4, atol=1e-6)
-    for work in kernels.works(shape, device).values():
-        work()
+    works = kernels.works(shape, device)
+    assert list(works) == ["residual", "its product by cuBLAS", "step", "as many reads and writes"]
+    assert works["its product by cuBLAS"]().shape == (2, 5, 9)
+    works["as many reads and writes"]()
 
 
 def test_the_table() -> None:

@@ -290,11 +290,11 @@ def step(
     """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
 
     The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W XᵀX`` and what the
-    bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere. The
-    bias's gradient has ``W Xᵀ1``, in parts by columns, and leaves that of the new W: in full precision,
-    for it is nearly the opposite of what the bias itself adds. Where products are of rounded numbers, W
-    is also written as such. The last step adds the start, and clears ``ok`` of member k if something is
-    not finite.
+    bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere. What the
+    bias needs, ``W Xᵀ1``, is a sum over parts by columns, and each program leaves its own of the new W:
+    in full precision, for it is nearly the opposite of what the bias itself adds. Where products are of
+    rounded numbers, W is also written as such. The last step adds the start, and clears ``ok`` of
+    member k if something is not finite.
     """
     k = tl.program_id(2)
     inner, n = units * UNIT, n_units * N_UNIT
@@ -314,8 +314,8 @@ def step(
             there, mine = feature < d, k * d + feature
             if BY_GRAM:
                 sum_of = tl.load(bias + mine, there, 0.0) * count
-                for part in range(tl.num_programs(0)):
-                    at = (k * tl.num_programs(0) + part) * d + feature
+                for program in range(tl.num_programs(0)):
+                    at = (k * tl.num_programs(0) + program) * d + feature
                     sum_of += tl.load(sums + at, there, 0.0)
             else:  # it is a column of the product
                 sum_of = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)

@@ -107,12 +107,13 @@ def _by_gram(
     problem: LocalProblem, gram: Gram, at: Movings, numbers: Numbers, steps: Sequence[Step]
 ) -> Movings:
     """The rest of the iterations, by the products of the rows with themselves."""
-    table, left = own_rows(gram.square).contiguous(), at["weight"].tensor
-    sums = _sums(left, gram, products.STEP[_precision(problem)].broad)
-    table, left = (t.to(_dtype(problem)) for t in (table, left))
+    table, total, left = own_rows(gram.square), gram.total.contiguous(), at["weight"].tensor
+    broad = products.STEP[_precision(problem)].broad
+    sums = _sums(left, total, broad) if "bias" in at else total  # a pointer that is not read
+    table, left = (t.to(_dtype(problem)).contiguous() for t in (table, left))
     for step in steps:
         rounded = torch.empty_like(left) if _rounds(problem) else left
-        by = _ByGram(gram.total.contiguous(), float(gram.rows), sums, torch.empty_like(sums))
+        by = _ByGram(total, float(gram.rows), sums, torch.empty_like(sums))
         at = _stepped(problem, left, table, at, rounded, numbers, step, by)
         left, sums = rounded if _rounds(problem) else at["weight"].tensor, by.new_sums
     return at
@@ -127,12 +128,12 @@ class _ByGram(NamedTuple):
     new_sums: Tensor  # that of the new ones, to be written
 
 
-def _sums(weight: Tensor, gram: Gram, broad: int) -> Tensor:
+def _sums(weight: Tensor, total: Tensor, broad: int) -> Tensor:
     """``W Xᵀ1`` with all digits, in as many parts as there are programs side by side."""
     *lead, d, n = weight.shape
     sums = weight.new_zeros(*lead, -(-n // broad), d)
     with full_products(weight):
-        sums[..., :1, :] = (weight @ gram.total.unsqueeze(-1)).mT
+        sums[..., :1, :] = (weight @ total.unsqueeze(-1)).mT
     return sums
 
 
