@@ -203,7 +203,7 @@ def protocol_run(series: Series) -> Found:
 
 
 def test_settings_of_one_task_have_an_origin_of_their_own() -> None:
-    figure = catalog.loss_figure("deep", PROTOCOL)
+    figure = catalog.loss_figure("wide", PROTOCOL)
     runs = [protocol_run(each) for each in figure.panels[0].series[:2]]
     text = footer(figure, runs, "", (), "")
     assert (
