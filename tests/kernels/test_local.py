@@ -88,21 +88,34 @@ def test_matching_loss(
     both_ways(problem(device, transfer, rows=rows), monkeypatch)
 
 
+def skip_without_bfloat16(device: str) -> None:
+    if device == "cuda" and not on_device.has_bf16():
+        pytest.skip("this GPU has no products in bfloat16")
+
+
+def plainly_and_in_bfloat16(
+    exact: LocalProblem, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> list[dict[str, Tensor]]:
+    """The solutions without kernels and with those that round."""
+    skip_without_bfloat16(exact.x.device.type)
+    each = dict.fromkeys(exact.start, replace(NUMBERS, lr=1e-2))
+    found = []
+    for switched_off, products_of in ((True, "full"), (False, "bf16")):
+        monkeypatch.setattr(on_device, "SWITCHED_OFF", switched_off)
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in exact.start}
+        of = replace(exact, products=products_of)
+        found.append(RmsProp().solve(of, states, each, steps, "linear")[0])
+    return found
+
+
 @pytest.mark.parametrize("squared", [True, False])
 @pytest.mark.parametrize("members", [None, 2])
 def test_products_in_bfloat16(
     device: str, squared: bool, members: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They round what has moved, by 2⁻⁹ of it, and the solution by as much of its displacement."""
-    if device == "cuda" and not on_device.has_bf16():
-        pytest.skip("this GPU has no products in bfloat16")
     exact = problem(device, squared=squared, members=members, size=(20, 24))
-    each = dict.fromkeys(exact.start, replace(NUMBERS, lr=1e-2))
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in exact.start}
-    monkeypatch.setattr(on_device, "SWITCHED_OFF", True)
-    theirs, _ = RmsProp().solve(exact, states, each, 5, "linear")
-    monkeypatch.setattr(on_device, "SWITCHED_OFF", False)
-    ours, _ = RmsProp().solve(replace(exact, products="bf16"), states, each, 5, "linear")
+    theirs, ours = plainly_and_in_bfloat16(exact, 5, monkeypatch)
     for name, start in exact.start.items():
         moved = (theirs[name] - start).norm()
         error = (ours[name] - theirs[name]).norm() / moved
@@ -114,23 +127,15 @@ def test_the_bias_has_all_digits_where_products_have_few(
     device: str, members: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its gradient through XᵀX is a small difference: of W Xᵀ1 and of what the bias itself adds."""
-    if device == "cuda" and not on_device.has_bf16():
-        pytest.skip("this GPU has no products in bfloat16")
     exact = problem(device, squared=True, members=members, size=(20, 24))
-    each = dict.fromkeys(exact.start, replace(NUMBERS, lr=1e-2))
-    states: dict[str, dict[str, Tensor]] = {name: {} for name in exact.start}
-    monkeypatch.setattr(on_device, "SWITCHED_OFF", True)
-    theirs, _ = RmsProp().solve(exact, states, each, 2, "linear")
-    monkeypatch.setattr(on_device, "SWITCHED_OFF", False)
-    ours, _ = RmsProp().solve(replace(exact, products="bf16"), states, each, 2, "linear")
+    theirs, ours = plainly_and_in_bfloat16(exact, 2, monkeypatch)
     errors = {name: float((ours[name] - theirs[name]).norm()) for name in exact.start}
     assert errors["bias"] < 1e-6 < 1e-5 < errors["weight"]
 
 
 @pytest.mark.parametrize("members", [None, 2])
 def test_a_step_leaves_the_new_sums_with_all_digits(device: str, members: int | None) -> None:
-    if device == "cuda" and not on_device.has_bf16():
-        pytest.skip("this GPU has no products in bfloat16")
+    skip_without_bfloat16(device)
     of = problem(device, squared=True, members=members, size=(20, 24), products="bf16")
     gram = of.through_gram(3)
     assert gram is not None
