@@ -134,6 +134,20 @@ def test_the_bias_has_all_digits_where_products_have_few(
 
 
 @pytest.mark.parametrize("members", [None, 2])
+def test_the_mean_of_the_rows_takes_no_digits_from_the_weights(
+    device: str, members: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Almost all of XᵀX comes from it, and is not among what is rounded."""
+    found = problem(device, squared=True, members=members, size=(20, 24))
+    far = replace(found, x=found.x + 30)
+    errors = []
+    for of in (found, far):
+        theirs, ours = plainly_and_in_bfloat16(of, 2, monkeypatch)
+        errors.append(float((ours["weight"] - theirs["weight"]).norm()))
+    assert errors[1] < 2 * errors[0]
+
+
+@pytest.mark.parametrize("members", [None, 2])
 def test_a_step_leaves_the_new_sums_with_all_digits(device: str, members: int | None) -> None:
     skip_without_bfloat16(device)
     of = problem(device, squared=True, members=members, size=(20, 24), products="bf16")

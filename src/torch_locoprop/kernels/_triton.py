@@ -277,6 +277,19 @@ def write_moved(
 
 
 @triton.jit
+def mean_moved(sums, bias, count, k, feature, d, HAS_BIAS: tl.constexpr):
+    """``W Xᵀ1 / count + b``, by how much the mean of the rows has moved these features."""
+    mean = tl.full((feature.shape[0],), 0.0, tl.float32)
+    for program in range(tl.num_programs(0)):
+        at = (k * tl.num_programs(0) + program) * d + feature
+        mean += tl.load(sums + at, feature < d, 0.0)
+    mean /= count
+    if HAS_BIAS:
+        mean += tl.load(bias + k * d + feature, feature < d, 0.0)
+    return mean
+
+
+@triton.jit
 def step(
     left, right, total, count, sums, new_sums, weight_first, bias_first, gamma,
     weight, weight_square, weight_momentum, new_weight, rounded,
@@ -289,12 +302,12 @@ def step(
 ):  # fmt: skip
     """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
 
-    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W XᵀX`` and what the
-    bias adds. There other programs read W and b meanwhile: the new ones are written elsewhere. What the
-    bias needs, ``W Xᵀ1``, is a sum over parts by columns, and each program leaves its own of the new W:
-    in full precision, for it is nearly the opposite of what the bias itself adds. Where products are of
-    rounded numbers, W is also written as such. The last step adds the start, and clears ``ok`` of
-    member k if something is not finite.
+    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W C + u 1ᵀX`` by that of
+    the rows less their mean, ``C``, and by how much the mean has moved, ``u``; for the bias it is u times
+    their count. There other programs read W and b meanwhile: the new ones are written elsewhere. What u
+    needs, ``W Xᵀ1``, is a sum over parts by columns, and each program leaves its own of the new W: with
+    all digits, of which few are left in u. Where products are of rounded numbers, W is also written as
+    such. The last step adds the start, and clears ``ok`` of member k if something is not finite.
     """
     k = tl.program_id(2)
     inner, n = units * UNIT, n_units * N_UNIT
@@ -313,10 +326,7 @@ def step(
         if tl.program_id(0) == (0 if BY_GRAM else n // BROAD):
             there, mine = feature < d, k * d + feature
             if BY_GRAM:
-                sum_of = tl.load(bias + mine, there, 0.0) * count
-                for program in range(tl.num_programs(0)):
-                    at = (k * tl.num_programs(0) + program) * d + feature
-                    sum_of += tl.load(sums + at, there, 0.0)
+                sum_of = count * mean_moved(sums, bias, count, k, feature, d, HAS_BIAS)
             else:  # it is a column of the product
                 sum_of = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)
             write_moved(
@@ -330,18 +340,19 @@ def step(
         part = parts[q]
         at = (k * d + own[:, None]) * n + column[None, :]
         here = (own[:, None] < d) & (column[None, :] < n)
-        if BY_GRAM and HAS_BIAS:
+        if BY_GRAM:
             counts = tl.load(total + k * n + column, column < n, 0.0)
-            part += tl.load(bias + k * d + own, own < d, 0.0)[:, None] * counts[None, :]
+            mean = mean_moved(sums, bias, count, k, own, d, HAS_BIAS)
+            part += mean[:, None] * counts[None, :]
         w = write_moved(
             scale * part + own_gamma * tl.load(weight_first + at, here),
             weight, weight_square, weight_momentum, new_weight, rounded, weight_start, ok + k,
             own_eta, own_mu, own_rho, own_eps, at, here, ROUNDS, LAST,
         )  # fmt: skip
-        if BY_GRAM and HAS_BIAS and not LAST:
-            of_bias = tl.reduce(tl.where(here, w * counts[None, :], 0.0), 1, plus)
+        if BY_GRAM and not LAST:
+            of_mean = tl.reduce(tl.where(here, w * counts[None, :], 0.0), 1, plus)
             mine = (k * tl.num_programs(0) + tl.program_id(0)) * d + own
-            tl.store(new_sums + mine, of_bias, own < d)
+            tl.store(new_sums + mine, of_mean, own < d)
 
 
 @triton.jit

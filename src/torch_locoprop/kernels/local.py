@@ -107,9 +107,9 @@ def _by_gram(
     problem: LocalProblem, gram: Gram, at: Movings, numbers: Numbers, steps: Sequence[Step]
 ) -> Movings:
     """The rest of the iterations, by the products of the rows with themselves."""
-    table, total, left = own_rows(gram.square), gram.total.contiguous(), at["weight"].tensor
-    broad = products.STEP[_precision(problem)].broad
-    sums = _sums(left, total, broad) if "bias" in at else total  # a pointer that is not read
+    total, left = gram.total.contiguous(), at["weight"].tensor
+    table = _centred(own_rows(gram.square), own_rows(gram.total.unsqueeze(-1)), float(gram.rows))
+    sums = _sums(left, total, products.STEP[_precision(problem)].broad)
     table, left = (t.to(_dtype(problem)).contiguous() for t in (table, left))
     for step in steps:
         rounded = torch.empty_like(left) if _rounds(problem) else left
@@ -126,6 +126,11 @@ class _ByGram(NamedTuple):
     rows: float
     sums: Tensor  # W Xᵀ1 [..., parts, d] of displacements W, in parts that add up
     new_sums: Tensor  # that of the new ones, to be written
+
+
+def _centred(square: Tensor, total: Tensor, rows: float) -> Tensor:
+    """``XᵀX`` of the rows less their mean, which is most of it: products with it lose fewer digits."""
+    return torch.addcmul(square, total, total.mT, value=-1 / rows)
 
 
 def _sums(weight: Tensor, total: Tensor, broad: int) -> Tensor:
