@@ -14,7 +14,7 @@ _RENEWED = ("kfac@10", "shampoo@100")
 _RMSPROP = {"lr": 1.1e-3, "momentum": 0.909, "decay": 0.995, "eps": 1e-10}
 _EARLIER = ("relu", "fashion-mnist", "curves")
 
-_RATES = "the best of three rates for this model"
+_RATES = "the best of {} rates for this model"
 _FEW_TRIALS = "the best of 24 trials of 8 epochs with such batches"
 
 PROTOCOL = Scale(
@@ -45,7 +45,7 @@ PROTOCOL = Scale(
             "adam": {"lr": 0.0003593, "momentum": 0.9156, "decay": 0.9853, "eps": 1.82e-07},
             "locoprop-s": {"lr": 4.019e-06, "gamma": 100.0},
         },
-        "wide": {"rmsprop": {"lr": 1e-4}},
+        "wide": {"rmsprop": {"lr": 1e-4}, "locoprop-s": {"lr": 4e-6}},
         "batch-100": {
             "rmsprop": {"lr": 1.311e-4, "momentum": 0.9126, "decay": 0.9856, "eps": 8.664e-10},
             "locoprop-s": {"lr": 1.669e-06, "gamma": 10.0},
@@ -69,9 +69,9 @@ PROTOCOL = Scale(
     },
     origins={
         **{task: {"rmsprop": f"{TUNED}, the best of 64 earlier trials"} for task in _EARLIER},
-        "wide": {"rmsprop": _RATES},
+        "wide": {"rmsprop": _RATES.format("three"), "locoprop-s": _RATES.format("four")},
         "deep": {
-            "rmsprop": _RATES,
+            "rmsprop": _RATES.format("three"),
             "adam": "the best of 32 trials of 15 epochs with this model",
             "locoprop-s": "the best of 24 trials of 10 epochs with this model",
         },
