@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -193,6 +194,84 @@ def test_schedules_move_the_outer_rate_and_not_the_local_problem() -> None:
         opt.step()
         moved.append([b - a for a, b in zip(before, weights(model), strict=True)])
     assert_close(moved[1], [0.5 * change for change in moved[0]])
+
+
+def test_the_outer_optimizer_may_have_a_schedule_of_its_own() -> None:
+    model, plain = network(), network()
+    outer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    opt = loco(model, outer)  # type: ignore[arg-type]
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for scheduled, each, stepped in ((outer, model, opt), (expected, plain, expected)):
+        schedule = torch.optim.lr_scheduler.StepLR(scheduled, step_size=2, gamma=0.1)
+        for i in range(5):
+            train(each, stepped.step, steps=1, seed=i)
+            schedule.step()
+    assert_close(weights(model), weights(plain))
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_groups_with_schedules_of_their_own(apart: bool) -> None:
+    model, plain = network(), network()
+
+    def in_groups(of: nn.Module) -> list[dict[str, Any]]:
+        params = list(of.parameters())
+        return [{"params": params[:2]}, {"params": params[2:]}]
+
+    def outer(params: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.SGD(in_groups(model) if apart else params, lr=0.1)
+
+    # Both at a part of the rate, where only rounding makes a difference; then one of them alone.
+    first, rest = in_groups(model)
+    groups = [first | {"lr": 1e-4}, rest | {"lr": 3e-4}]
+    opt = LocoProp(
+        model, param_groups=groups, apply="gradient", outer=outer, output_transfer="sigmoid",
+        gamma=7.0, solver="sgd", local_steps=1,
+    )  # fmt: skip
+    expected = torch.optim.SGD(in_groups(plain), lr=0.1)
+    for factors in ((0.7, 0.7), (1.0, 0.5)):
+        all_groups = zip(opt.param_groups, factors, expected.param_groups, strict=True)
+        for group, factor, own in all_groups:
+            group["lr"], own["lr"] = group["local_lr"] * factor, 0.1 * factor
+        before = weights(model)
+        if not apart and factors[0] != factors[1]:
+            with pytest.raises(ValueError, match="Give outer= a group for each"):
+                train(model, opt.step, steps=1)
+            assert_close(weights(model), before, 0.0)
+            return
+        train(model, opt.step, steps=1)
+        train(plain, expected.step, steps=1)
+    assert_close(weights(model), weights(plain))
+
+
+def test_an_outer_group_without_parameters() -> None:
+    model, plain = network(), network()
+    opt = loco(model, lambda ps: torch.optim.SGD([{"params": ps}, {"params": []}], lr=0.1))
+    train(model, opt.step)
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.1).step)
+    assert_close(weights(model), weights(plain))
+
+
+def test_a_layer_that_is_not_called_is_left_to_the_outer_optimizer() -> None:
+    """Gradients that are zero still decay its weight and its momentum."""
+
+    class Either(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.branches = nn.ModuleList([network(seed=1), network(seed=2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.which = 1 - getattr(self, "which", 0)
+            return self.branches[self.which](x)
+
+    model, plain = Either(), Either()
+    outer = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)
+    opt, expected = loco(model, outer), outer(plain.parameters())
+    for i in range(4):
+        for each, optimizer in ((model, opt), (plain, expected)):
+            optimizer.zero_grad(set_to_none=i == 0)
+            cross_entropy(each(batch(8, 6, seed=i)), batch(8, 3, seed=50 + i)).backward()
+            optimizer.step()
+    assert_close(weights(model), weights(plain))
 
 
 def test_a_rate_of_zero_moves_nothing() -> None:

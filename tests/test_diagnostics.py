@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.diagnostics import HEADINGS
+from torch_locoprop.problem import LocalProblem
+from torch_locoprop.solvers.first_order import Sgd
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 LR, GAMMA = 0.05, 4.0
@@ -47,6 +50,29 @@ def test_displacement_cosine_and_length(apply: str) -> None:
         cosine = torch.nn.functional.cosine_similarity(delta, plain, dim=0)
         assert row.cosine == pytest.approx(float(cosine))
         assert row.milliseconds > 0
+
+
+def test_milliseconds_are_those_of_the_solution_without_the_measuring(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def slow(which: type, name: str, seconds: float) -> None:
+        own = getattr(which, name)
+        delayed = lambda *given: (time.sleep(seconds), own(*given))[1]  # noqa: E731
+        monkeypatch.setattr(which, name, delayed)
+
+    slow(Sgd, "solve", 0.05)
+    slow(LocalProblem, "objective", 0.1)
+    _, opt, *_ = stepped()
+    assert all(50 <= row.milliseconds < 100 for row in opt.diagnostics())
+
+
+def test_a_layer_that_is_frozen_since_is_not_listed() -> None:
+    model, opt, *_ = stepped()
+    model[0].requires_grad_(False)
+    opt.zero_grad()
+    cross_entropy(model(X), Y).backward()
+    opt.step()
+    assert [row.layer for row in opt.diagnostics()] == ["2", "4"]
 
 
 def test_local_losses_are_those_of_the_layer_by_hand() -> None:

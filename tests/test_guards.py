@@ -198,6 +198,23 @@ def test_a_layer_whose_local_loss_rises_takes_the_backprop_step() -> None:
     assert all(f.norm() > 100 * m.norm() for f, m in zip(free, moved, strict=True))
 
 
+def test_the_outer_optimizer_is_given_the_gradient_of_a_layer_whose_local_loss_rises() -> None:
+    options = {"lr": 5.0, "gamma": 0.01, "variant": "locoprop-s", "local_steps": 8}
+    outer = {"apply": "gradient", "outer": lambda ps: torch.optim.SGD(ps, lr=0.1)}
+    moved = stepped(gate=True, **options, **outer)[2]
+    assert_close(moved, [-0.1 * g for g in gradients(network())])
+    free = stepped(**options, **outer)[2]
+    assert all(f.norm() > 100 * m.norm() for f, m in zip(free, moved, strict=True))
+
+
+def test_momentum_is_gone_after_a_closed_gate_and_stays_behind_an_open_one() -> None:
+    options = {"variant": "locoprop-s", "solver": "momentum", "momentum": 0.9, "local_steps": 8}
+    for lr, closed in ((5.0, True), (1e-3, False)):
+        model, opt, _ = stepped(gate=True, lr=lr, gamma=0.01, **options)
+        assert all(bool(layer.counts["gated"]) is closed for layer in opt._layers)
+        assert all(opt.state[p]["momentum"].any() != closed for p in model.parameters())
+
+
 def test_an_open_gate_changes_nothing() -> None:
     _, opt, moved = stepped(gate=True)
     assert_close(moved, stepped()[2])
@@ -233,6 +250,15 @@ def test_every_other_step_is_a_backprop_step(solver: str) -> None:
             cross_entropy(each(X), Y).backward()
             optimizer.step()
         assert_close(weights(model), weights(plain) if step % 2 == 0 else expected)
+
+
+def test_every_other_step_hands_the_outer_optimizer_its_gradient() -> None:
+    options = {"apply": "gradient", "outer": lambda ps: torch.optim.SGD(ps, lr=0.1)}
+    model = stepped(every=2, **options)[0]  # one step with local problems
+    expected = [-0.1 * g for g in gradients(model)]
+    assert_close(stepped(2, every=2, **options)[2], expected)
+    solved = stepped(2, **options)[2]
+    assert all((s - e).norm() > 0.1 * e.norm() for s, e in zip(solved, expected, strict=True))
 
 
 RHO, MU, EPS = 0.8, 0.6, 1e-3

@@ -204,14 +204,17 @@ def asks_for_fisher(method: Method) -> Any:
     return None
 
 
-def loss_terms(layers: list[ServedLayer]) -> int:
-    """How many terms a loss that sums has: rows, times features unless it is a softmax."""
-    terms = 0
+def loss_terms(layers: list[ServedLayer]) -> int | None:
+    """How many terms a loss that sums has: rows, times features unless it is a softmax.
+
+    Of several outputs, each with a loss of its own, the most; None if no layer's output is the model's.
+    """
+    terms = []
     for layer in layers:
         if layer.calls and layer.is_output:
             classes = layer.transfer is not None and not layer.transfer.elementwise
-            terms += (1 if classes else layer.width) * layer.row_count
-    return max(terms, 1)
+            terms.append((1 if classes else layer.width) * layer.row_count)
+    return max(terms, default=None)
 
 
 def _scaled(rows: Tensor | None, scale: float) -> Tensor | None:

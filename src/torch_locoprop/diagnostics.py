@@ -124,22 +124,23 @@ def timed(
     if diagnosed is None:
         yield
         return
-    diagnosed.pop(layer, None)
-    _wait(device)
-    began = time.perf_counter()
+    began = _now(device)
     yield
-    _wait(device)
     if layer in diagnosed:
-        diagnosed[layer]["milliseconds"] = (time.perf_counter() - began) * 1e3
+        diagnosed[layer]["milliseconds"] += _now(device) - began
 
 
-def _wait(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
+    """Milliseconds, when all work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    return 1e3 * time.perf_counter()
 
 
 def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
-    """The numbers of one solution that are tensors, on the device."""
+    """The numbers of one solution, most as tensors on the device; milliseconds less what they take."""
+    device = next(iter(new.values())).device
+    began = _now(device)
     moved, start = problem.displacement(new), problem.start
     backprop = {name: -problem.eta * g for name, g in problem.first_gradient.items()}
     step = {name: start[name] + t for name, t in backprop.items()}
@@ -147,10 +148,11 @@ def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
     tiny = torch.finfo(next(iter(new.values())).dtype).tiny
     delta, direction = join(moved).flatten(), join(backprop).flatten()
     length, plain = delta.norm(), direction.norm()
-    return {
+    found: dict[str, Tensor | float] = {
         "local_loss": problem.objective(new),
         "backprop_loss": problem.objective(step),
         "displacement": length / join(weights).norm().clamp_min(tiny),
         "cosine": (delta / length.clamp_min(tiny)) @ (direction / plain.clamp_min(tiny)),
         "length": length / plain.clamp_min(tiny),
     }
+    return found | {"milliseconds": began - _now(device)}

@@ -54,6 +54,13 @@ def guarded(
     return Guarded(new, closed, over)
 
 
+def come_to_rest(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) -> None:
+    """Let go of momenta where the gate is closed: they would carry on what it has just kept out."""
+    for state in states:
+        if gated is not None and "momentum" in state:
+            state["momentum"].masked_fill_(gated, 0.0)
+
+
 def falls(problem: LocalProblem, new: Tensors) -> Tensor:
     """Whether the solution is finite and its local objective below that of the start."""
     return all_finite(list(new.values())) & (problem.objective(new) <= 0)

@@ -22,6 +22,13 @@ class Notices:
             warnings.warn(message, stacklevel=_level_of_the_user())
 
 
+TERMS = (
+    'local_reduction="mean" divides a summed loss by the number of its terms, which is unknown here: '
+    "what the model returns is not the output of a layer with a local problem. The sum is taken as it "
+    'is. Give a loss with reduction="mean".'
+)
+
+
 def overwritten(layers: Iterable[str]) -> str:
     return (
         f"The input of {_named(layers)} was written to between the forward pass and step(). Such a "

@@ -39,7 +39,7 @@ from torch_locoprop.groups import (
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.guards import all_finite, guarded, is_finite, write_if
+from torch_locoprop.guards import all_finite, come_to_rest, guarded, is_finite, write_if
 from torch_locoprop.lanes import current, lanes
 from torch_locoprop.outer import (
     OuterFactory,
@@ -47,7 +47,6 @@ from torch_locoprop.outer import (
     capped_step,
     caps_outer,
     make_outer,
-    outer_factor,
 )
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.processes import DRIFT, agree, drift_apart
@@ -113,7 +112,7 @@ class LocoProp(WithFallback):
             the step relative to the outer step where that grows with the gradient, as SGD's does;
             AdamW and Muon take no notice.
         gate: a layer whose local loss has risen, or whose solution is not finite, takes the BackProp
-            step instead. Costs one more product with all rows.
+            step instead, and loses its momentum. Costs one more product with all rows.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
             back. None: all that can.
         diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time.
@@ -126,9 +125,9 @@ class LocoProp(WithFallback):
             runs, solves everything and applies nothing: weights stay, or get the plain gradient's
             step of ``outer``.
         outer: that optimizer, or a list of several, or a function that makes them of the parameters
-            it is given: those of the layers with a local problem. Schedules
-            of this optimizer's lr act on it: its learning rates are multiplied by lr over the lr
-            given here, while the local problem keeps the latter.
+            it is given: those of the layers with a local problem. Schedules of this optimizer's lr act
+            on it, beside any of its own: during a step its learning rates are multiplied by lr over
+            the lr given here, while the local problem keeps the latter.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they
             get ``AdamW(lr=1e-3)`` and you get a warning. Its groups stand after the local ones in
             ``param_groups``: schedulers that take one number for each group take one for it too.
@@ -247,6 +246,8 @@ class LocoProp(WithFallback):
                 loss = closure()
             self._capture.trace_loss(loss)
         check_intact(self._layers)
+        if self._diagnosed is not None:
+            self._diagnosed.clear()
         trained = {layer: own for layer in self._layers if (own := layer.with_gradient)}
         if self._leaves_layers_alone(trained, closure is not None and loss is None):
             self._step_others()
@@ -290,22 +291,32 @@ class LocoProp(WithFallback):
         if hooked:
             self._notices.once("hooked", notices.hooked(hooked))
         self._forget_other_solvers()
-        terms = float(loss_terms(self._layers)) if self._loss_sums else 1.0
+        terms = self._loss_terms()
         if self._capture.processes is not None:
             terms = agree(self._capture.processes, list(trained), terms)
         if drift_apart(self._capture.processes, self._local_groups(), self._components):
             self._notices.once("processes", DRIFT)
+        factors = {} if self._outer is None else self._outer.factors(self._local_groups())
         directions = self._solve_all(trained, terms)
         if self._outer is not None:
             group_of = self._group_of()
             with capped_step(self._apply, trained, group_of):
-                self._outer.step(directions, lambda p: outer_factor(group_of[p]))
+                self._outer.step(directions, factors)
         self._capture.clear()
         for group in self._local_groups():
             group["steps"] += 1
         self._step_others()
         self._plan_capture()
         self._report_skips()
+
+    def _loss_terms(self) -> float:
+        """How many terms the loss sums, where averages are asked for; otherwise 1."""
+        if not self._loss_sums:
+            return 1.0
+        terms = loss_terms(self._layers)
+        if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
+            self._notices.once("terms", notices.TERMS)
+        return float(terms or 1)
 
     def _forget_other_solvers(self) -> None:
         """A solver that stands where another did begins anew: a state means something to one only."""
@@ -360,8 +371,9 @@ class LocoProp(WithFallback):
         method = method_for(layer, group, self._components)
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
         if unrecorded and layer.together is None:
-            if not any(bool(p.grad.any()) for p in trained.values() if p.grad is not None):
-                return {}
+            gradients = {p: p.grad for p in trained.values() if p.grad is not None}
+            if not any(bool(g.any()) for g in gradients.values()):
+                return {} if self._outer is None else gradients
             layer.note = layer.note or NOT_CALLED
             self._notices.once(layer.name, notices.not_called(layer.name))
         state = solver_state.like(parameter, self.state[parameter])
@@ -411,6 +423,7 @@ class LocoProp(WithFallback):
         applied = [(value, p) for p, value in solution.items()] if self._apply == "replace" else []
         if group["gate"]:
             write_if(settled, kept)
+            come_to_rest([self.state[layer.tensors[name]] for name in states], found.gated)
             write_if(ok, applied)
         else:
             write_if(ok, [*kept, *applied])
@@ -445,7 +458,8 @@ class LocoProp(WithFallback):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._capture.clear()
+        for layer in self._layers:  # a graph that was retained may be gone through once more
+            layer.clear()
 
     def summary(self) -> str:
         """A table of all modules with parameters: what serves them, or why they fall back."""

@@ -26,6 +26,7 @@ from torch_locoprop.guards import shorten, write_if
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import unknown
 
+SAME = 1e-6  # of a learning rate: schedules round
 APPLY = ("replace", "gradient", "nothing")
 
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -51,8 +52,6 @@ class Outer:
                 "outer= must train exactly the parameters of the layers with a local problem, each of "
                 "them once. Give a function of them: outer=lambda params: torch.optim.SGD(params, lr)."
             )
-        for group in self.param_groups:
-            group["base_lr"] = group["lr"]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -62,20 +61,36 @@ class Outer:
     def name(self) -> str:
         return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
+    def factors(self, groups: Sequence[Group]) -> dict[nn.Parameter, float]:
+        """What schedules have made of each parameter's learning rate since the beginning."""
+        each = [float(group["lr"]) / float(group["local_lr"]) for group in groups]
+        found = {p: f for group, f in zip(groups, each, strict=True) for p in group["params"]}
+        inside = [[found[p] for p in group["params"]] or [1.0] for group in self.param_groups]
+        if any(max(own) - min(own) > SAME * max(own) for own in inside):
+            raise ValueError(
+                "Schedules have made the learning rates of LocoProp's groups different parts of what "
+                "they were, and a group of outer= has parameters of several. Give outer= a group for "
+                "each of them."
+            )
+        return found
+
     def step(
-        self, directions: Mapping[nn.Parameter, Tensor], factor: Callable[[nn.Parameter], float]
+        self, directions: Mapping[nn.Parameter, Tensor], factors: Mapping[nn.Parameter, float]
     ) -> None:
-        """Step with the directions for gradients, at the learning rates times ``factor``."""
-        for group in self.param_groups:
-            group["lr"] = group["base_lr"] * factor(group["params"][0])
+        """Step with the directions for gradients, at the learning rates times ``factors``."""
+        rates = [(group, group["lr"]) for group in self.param_groups if group["params"]]
         gradients = [(p, p.grad) for group in self.param_groups for p in group["params"]]
         try:
+            for group, lr in rates:
+                group["lr"] = lr * factors[group["params"][0]]
             for p, _ in gradients:
                 p.grad = directions.get(p)
             for optimizer in self.optimizers:
                 move_state(optimizer)
                 optimizer.step()
         finally:
+            for group, lr in rates:  # which schedules of its own may move
+                group["lr"] = lr
             for p, gradient in gradients:
                 p.grad = gradient
 
@@ -123,11 +138,6 @@ def as_gradient(parameter: nn.Parameter, moved: Tensor, ok: Tensor, group: Group
     direction = moved / (-group["local_lr"] * group["gamma"])
     ordinary = torch.nan_to_num(parameter.grad, nan=0.0, posinf=0.0, neginf=0.0)
     return torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
-
-
-def outer_factor(group: Group) -> float:
-    """What a schedule has made of the learning rate since the beginning."""
-    return float(group["lr"]) / float(group["local_lr"])
 
 
 def caps_outer(apply: str, group: Group) -> bool:

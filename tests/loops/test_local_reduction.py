@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from loops.plain import data, distance, each_variant, loco, make
+from loops.test_several_losses import TwoHeads
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
@@ -72,6 +74,42 @@ def test_the_sum_does_depend_on_the_batch_size(variant: str) -> None:
     one = trained(variant, nn.MSELoss(), x, y, reduction="sum")
     two = trained(variant, nn.MSELoss(), torch.cat([x, x]), torch.cat([y, y]), reduction="sum")
     assert distance(one, two) > 1e-4
+
+
+def test_two_outputs_with_a_loss_each() -> None:
+    results = []
+    for reduction in ("mean", "sum"):
+        model, criterion = TwoHeads(), nn.MSELoss(reduction=reduction)
+        opt = LocoProp(model, lr=1e-2, gamma=2.0, local_reduction="mean", loss_fn=criterion)
+        x, y = data()
+        for _ in range(3):
+            one, two = model(x)
+            (criterion(one, y) + criterion(two, 1 - y)).backward()
+            opt.step()
+            opt.zero_grad()
+        results.append(weights(model))
+    assert_close(*results, 1e-11)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_terms_that_cannot_be_counted_are_told(reduction: str) -> None:
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = network()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x).mean(1, keepdim=True)
+
+    model, criterion = Pooled(), nn.MSELoss(reduction=reduction)
+    opt = LocoProp(model, local_reduction="mean", loss_fn=criterion)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            criterion(model(batch(8, 6)), batch(8, 1)).backward()
+            opt.step()
+            opt.zero_grad()
+    assert sum("number of its terms" in str(w.message) for w in told) == (reduction == "sum")
 
 
 def test_without_a_loss_the_batch_size_does_not_matter() -> None:

@@ -66,6 +66,24 @@ def test_a_batch_that_was_dropped(variant: str, zero: str) -> None:
 
 
 @each_variant
+@each_model
+@pytest.mark.parametrize("zero", ZERO)
+def test_between_two_passes_through_a_graph(variant: str, kind: str, zero: str) -> None:
+    """The second pass counts, and the first one does not."""
+    model = make(kind)
+    opt = loco(model, variant)
+    for seed in range(STEPS):
+        x, y = data(kind, seed)
+        opt.zero_grad()
+        out = model(x)
+        out.square().sum().backward(retain_graph=True)
+        ZERO[zero](model, opt)
+        cross_entropy(out, y).backward()
+        opt.step()
+    assert_close(weights(model), train(variant, kind), 1e-12)
+
+
+@each_variant
 @pytest.mark.parametrize("calls", [1, 3])
 def test_a_closure_that_clears(variant: str, calls: int) -> None:
     model = make()

@@ -302,12 +302,13 @@ def step(
 ):  # fmt: skip
     """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
 
-    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W C + u 1ᵀX`` by that of
-    the rows less their mean, ``C``, and by how much the mean has moved, ``u``; for the bias it is u times
-    their count. There other programs read W and b meanwhile: the new ones are written elsewhere. What u
-    needs, ``W Xᵀ1``, is a sum over parts by columns, and each program leaves its own of the new W: with
-    all digits, of which few are left in u. Where products are of rounded numbers, W is also written as
-    such. The last step adds the start, and clears ``ok`` of member k if something is not finite.
+    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W C + u 1ᵀX`` by that
+    of the rows less their mean, ``C``, and by how much the mean has moved, ``u``; for the bias it is u
+    times their count. There other programs read W and b meanwhile: the new ones are written elsewhere.
+    What u needs, ``W Xᵀ1``, is a sum over parts by columns, and each program leaves its own of the new
+    W: with all digits, of which few are left in u. Where products are of rounded numbers, W is also
+    written as such. The last step adds the start, and clears ``ok`` of member k if something is not
+    finite.
     """
     k = tl.program_id(2)
     inner, n = units * UNIT, n_units * N_UNIT
