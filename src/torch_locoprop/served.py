@@ -85,9 +85,10 @@ class Call:
         """The same call with an input of its own."""
         return self if self.version is None else replace(self, x=self.x.clone(), version=None)
 
-    def is_same(self, other: Call) -> bool:
-        """Whether two backward passes went through one forward call."""
-        return self.mark is other.mark and self.compiled == other.compiled
+    @property
+    def identity(self) -> tuple[int, CompiledCall | None]:
+        """Equal for two backward passes through one forward call, as long as one is held."""
+        return id(self.mark), self.compiled
 
     def with_more(self, other: Call) -> Call:
         """The same call after another backward pass through it: gradients add up, rows do not."""
@@ -175,15 +176,16 @@ class ServedLayer:
         if backward_pass in self._replacing:
             self._replacing.clear()
             self.calls.clear()
+        places = {call.identity: i for i, call in enumerate(self.calls)}
         for call in self._pending.pop(backward_pass, ()):
-            known = [i for i, own in enumerate(self.calls) if own.is_same(call)]
-            if not known:
+            place = places.setdefault(call.identity, len(self.calls))
+            if place == len(self.calls):
                 kept = self._condensed(self._thinned(call))
                 self.calls.append(kept.copied() if self.copies else kept)
                 continue
-            first = self.calls[known[0]]
+            first = self.calls[place]
             same = call if first.kept is None else call.thinned(self.kind, first.kept)
-            self.calls[known[0]] = first.with_more(same)
+            self.calls[place] = first.with_more(same)
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
         self._lengths = self._gradient_lengths()
         self.ready = lanes.mark()
