@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_locoprop.gram import SMALL, Gram, saves_work, square_of
+from torch_locoprop.gram import STRIP, Gram, saves_work, square_of
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, Squared
 from torch_locoprop.problem import LocalProblem
@@ -101,8 +101,8 @@ def test_a_mirror_descent_target_at_a_linear_layer_is_the_same_problem() -> None
         torch.testing.assert_close(value, own.gradient(at)[name], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("n", [SMALL - 1, SMALL, 2 * SMALL + 5])
-def test_xtx_in_blocks(n: int) -> None:
+@pytest.mark.parametrize("n", [STRIP - 1, STRIP, 2 * STRIP + 5])
+def test_xtx_in_strips(n: int) -> None:
     x = torch.randn(30, n, dtype=torch.float64, generator=torch.manual_seed(0))
     torch.testing.assert_close(
         square_of(x), torch.einsum("ri,rj->ij", x, x), rtol=1e-12, atol=1e-12
