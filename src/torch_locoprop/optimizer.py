@@ -538,7 +538,9 @@ class LocoProp(WithFallback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if ("outer" in state_dict) != (self._outer is not None):
             raise ValueError(
-                "The state dict and this optimizer differ in apply=: one has an outer optimizer."
+                "The state dict and this optimizer differ in apply=: one has an outer optimizer. Tools "
+                "that keep nothing but state and param_groups, as torch.distributed.checkpoint does, "
+                "lose its state: save opt.state_dict() itself."
             )
         for group in state_dict["param_groups"]:
             if "fallback" not in group:
