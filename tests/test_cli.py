@@ -80,6 +80,7 @@ def test_options_reach_the_configuration(run: Any) -> None:
     assert result["finished"] is True
     assert result["epoch"] == 3
     assert result["settings_from"] == "given"
+    assert result["data"].keys() == {"name", "source", "fingerprint"}
     config = result["config"]
     assert config == result_of("there").config.to_dict()
     for name, value in options.items():
@@ -406,3 +407,4 @@ def test_an_error_is_red_on_a_terminal(
 def test_a_run_that_has_not_begun_has_a_description_too() -> None:
     result = RunResult(Path("nowhere"), RunConfig("adam"), ())
     assert result.to_dict()["finished"] is False
+    assert result.to_dict()["data"] is None

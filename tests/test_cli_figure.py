@@ -166,6 +166,16 @@ def test_a_full_disk_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch
     )
 
 
+def test_a_run_that_fails_is_told_even_quietly(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no way")
+
+    monkeypatch.setattr(work, "run", failing)
+    code, _, err = run("relu", "--quick", *FEW, "--quiet")
+    assert code == 1
+    assert "curves 784-6-3 adam failed: no way\n" in err
+
+
 def test_without_matplotlib_the_extra_is_named() -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"

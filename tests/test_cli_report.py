@@ -37,7 +37,9 @@ def test_all_runs_of_the_folder_are_on_the_page(run: Any) -> None:
     code, out, err = run()
     assert (code, err) == (0, "")
     summary, last = out.splitlines()
-    assert summary.startswith("curves · 16-6-2 · tanh: adam has the lowest train loss")
+    assert summary.startswith(
+        "curves (made for tests) · 16-6-2 · tanh: adam has the lowest train loss"
+    )
     assert last == "2 runs in report.html"
     text = Path("report.html").read_text()
     assert text.startswith("<!doctype html>")
@@ -87,7 +89,10 @@ def test_what_is_missing_on_the_page_is_said(run: Any) -> None:
     assert code == 0
     assert "1 run in report.html" in out
     assert "runs/b is not shown: metrics.jsonl is empty" in err
-    assert "No reconstructions for curves · 16-6-2 · tanh: None of these runs has its" in err
+    assert (
+        "No reconstructions for curves (made for tests) · 16-6-2 · tanh: None of these runs has its"
+        in err
+    )
 
 
 @pytest.mark.parametrize("folder", ["runs", "elsewhere"])

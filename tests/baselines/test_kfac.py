@@ -40,6 +40,21 @@ def make(**options: Any) -> tuple[nn.Sequential, KFAC]:
     return model, KFAC(model, **{"lr": 0.1, "output_transfer": "sigmoid", **options})
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = network().to(dtype)
+    opt = KFAC(model, lr=0.02, damping=0.1, output_transfer="sigmoid")
+    losses = []
+    for _ in range(10):
+        x = batch(7, 6).to(dtype)
+        loss = F.binary_cross_entropy_with_logits(model(x), x[:, :3])
+        losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert losses[-1] < losses[0]
+
+
 def dense_direction(a: Tensor, d: Tensor, joint: Tensor, damping: float) -> Tensor:
     """``(A_damped ⊗ D_damped)⁻¹ vec(G)``: vec stacks the columns of G ``[d, n(+1)]``."""
     pi = ((a.trace() / len(a)) / (d.trace() / len(d))).sqrt()

@@ -30,6 +30,21 @@ def power(matrix: Tensor, exponent: float, eps: float = EPS) -> Tensor:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = network().to(dtype)
+    opt = Shampoo(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(10):
+        x = batch(7, 6).to(dtype)
+        loss = nn.functional.binary_cross_entropy_with_logits(model(x), x[:, :3])
+        losses.append(loss.item())
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert losses[-1] < losses[0]
+
+
 def weighted(values: list[Tensor], decay: float | None) -> Tensor:
     """The sum, or the average with weights βᵗ⁻ˢ."""
     if decay is None or decay == 1:

@@ -140,7 +140,7 @@ def flipped(data: bytes, position: int) -> bytes:
 
 
 BAD_FILES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "empty": (lambda plain: b"", "begins with , not with 00 00 08 03"),
+    "empty": (lambda plain: b"", "is empty"),
     "web page": (lambda plain: b"<html>404", "begins with 3c 68 74 6d, not with 00 00 08 03"),
     "labels": (lambda plain: b"\0\0\x08\x01" + plain[4:], "begins with 00 00 08 01, not"),
     "only a magic number": (lambda plain: plain[:4], "holds 0 × 0 × 0 numbers, not 6 × 28 × 28"),

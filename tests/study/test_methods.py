@@ -15,6 +15,7 @@ from torch_locoprop import LocoProp, baselines
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study import methods, models, peers
 from torch_locoprop.study.autoencoder import reconstruction_loss
+from torch_locoprop.transfers import Sigmoid
 
 OPTIONAL = ("soap", "psgd")
 BUILT_IN = [name for name in methods.names() if name not in OPTIONAL]
@@ -167,6 +168,17 @@ def test_a_new_method_is_one_registration() -> None:
 
 
 # Peers ----------------------------------------------------------------------------------------
+
+
+def test_muon_steps_in_the_scale_of_adamw() -> None:
+    _, optimizer = built("muon", lr=0.02)
+    assert optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw"
+
+
+def test_kfac_draws_its_labels_from_the_pixels_own_distribution() -> None:
+    _, optimizer = built("kfac")
+    assert isinstance(optimizer, baselines.KFAC)
+    assert optimizer._output_transfer == Sigmoid()
 
 
 def test_muon_has_matrices_adam_the_rest_and_a_scheduler_moves_both() -> None:

@@ -28,6 +28,7 @@ MEMBERS: list[tuple[str, list[dict[str, Any]]]] = [
     ("locoprop-s", [{"lr": 1e-3, "gamma": 10.0}, {"lr": 3e-3, "gamma": 20.0, **ALL}]),
     ("pocoprop-s", [{"lr": 1e-3}, {"lr": 3e-3, "gamma": 5.0, **ALL}]),
     ("pocoprop-m", [{"lr": 1e-3}, {"lr": 3e-3, "gamma": 5.0, **ALL}]),
+    ("natural-s", [{"lr": 1e-3, "gamma": 10.0}, {"lr": 3e-3, "gamma": 20.0, **ALL}]),
     ("proxprop", [{"lr": 1e-3, "gamma": 10.0}, {"lr": 3e-3, "gamma": 20.0, **ALL}]),
 ]
 
@@ -85,6 +86,14 @@ def test_a_member_that_diverges_ends_when_it_would_alone(tmp_path: Path) -> None
     assert [rows[-1].diverged for rows in together] == [False, True, True, False]
     assert len(together[2]) < 7
     assert math.isnan(together[2][-1].train_loss)
+
+
+@pytest.mark.filterwarnings("ignore:The local solution")
+def test_a_member_whose_every_solution_is_refused_ends_when_it_would_alone(tmp_path: Path) -> None:
+    settings = [{"lr": 1e-3, "gamma": 10.0}, {"lr": 1e38, "gamma": 10.0}]
+    together = check_as_alone(configs("locoprop-s", settings), tmp_path)
+    assert [rows[-1].diverged for rows in together] == [False, True]
+    assert len(together[1]) < len(together[0])
 
 
 def test_members_end_early_and_the_others_do_not_notice() -> None:

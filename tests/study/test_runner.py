@@ -16,6 +16,7 @@ import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_locoprop import LocoProp, baselines
 from torch_locoprop.problem import LocalProblem
@@ -28,6 +29,7 @@ from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.population_run import method_of, train_together
 from torch_locoprop.study.run_folder import Checkpoint, Metrics, RunError, RunFolder
 from torch_locoprop.study.runner import result_of, run
+from torch_locoprop.study.step import TrainingStep
 
 DATA = tiny.data()
 
@@ -150,6 +152,56 @@ def test_local_products_are_as_exact_as_the_precision_says(
     run(tiny.config(), tmp_path / "alone", data=DATA)
     train_together([tiny.config()], DATA)
     assert asked == {products}
+
+
+def test_seconds_are_of_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def slow(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def later(*given: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return work(*given)
+
+        return later
+
+    monkeypatch.setattr(runner.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(runner, "_loss", slow(100.0, runner._loss))
+    monkeypatch.setattr(runner, "TrainingStep", slow(10.0, runner.TrainingStep))
+    monkeypatch.setattr(RmsProp, "solve", slow(1.0, RmsProp.solve))
+    rows = run(tiny.config(), tmp_path, data=DATA).metrics
+    solved = 4 * math.ceil(len(DATA.train) / 15)  # of four layers, in every step
+    assert [row.seconds for row in rows] == [solved * epoch for epoch in range(5)]
+
+
+class Asked(TorchDispatchMode):
+    """Counts how often the host asks for a number, for which it would wait on a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.times += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("method", "waits"),
+    [(name, False) for name in ("sgd", "momentum", "adagrad", "rmsprop", "adam", "muon")]
+    + [("kfac", True)],
+)
+def test_the_host_asks_for_no_number_in_a_step(method: str, waits: bool) -> None:
+    """What is captured as a graph cannot; K-FAC, which does, shows that it would be seen."""
+    model = models.build("12-8-3")
+    own = methods.get(method)
+    optimizer = own.build(model, {**own.settings, "weight_decay": 1e-5})
+    step = TrainingStep(model, optimizer, DATA.train)
+    rows = torch.arange(10)
+    step(rows)
+    with Asked() as asked:
+        step(rows)
+    assert (asked.times > 0) is waits
 
 
 def test_a_run_is_a_folder(tmp_path: Path) -> None:

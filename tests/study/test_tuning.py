@@ -107,6 +107,33 @@ def test_settings_are_drawn_inside_the_space(tmp_path: Path) -> None:
     assert len({own["lr"] for own in found}) == 12
 
 
+@pytest.mark.parametrize(
+    ("sampler", "kind"),
+    [("tpe", optuna.samplers.TPESampler), ("gp", optuna.samplers.GPSampler)],
+)
+def test_each_sampler_is_what_its_name_says(
+    sampler: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[type] = []
+    ask = optuna.Study.ask
+
+    def seen(study: optuna.Study, *given: Any) -> optuna.Trial:
+        asked.append(type(study.sampler))
+        return ask(study, *given)
+
+    monkeypatch.setattr(optuna.Study, "ask", seen)
+    search(tmp_path, trials=2, sampler=sampler)
+    assert asked == [kind, kind]
+
+
+def test_the_folder_of_a_run_is_not_that_of_a_search(tmp_path: Path) -> None:
+    run(tiny.config(), tmp_path, data=tiny.data())
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(RunError, match="is the folder of a run"):
+        search(tmp_path, trials=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize("sampler", tuning.SAMPLERS)
 def test_a_sampler_learns(sampler: str, tmp_path: Path) -> None:
     """Of a space whose lower half learns nothing, the later trials avoid it."""

@@ -17,7 +17,13 @@ from torch_locoprop import detection, transfers
 from torch_locoprop.baselines.base import Tensors, check_settings
 from torch_locoprop.capture import Capture
 from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
-from torch_locoprop.fisher import PREDICTIVE, cholesky, running_average, second_moment
+from torch_locoprop.fisher import (
+    PREDICTIVE,
+    at_least_float32,
+    cholesky,
+    running_average,
+    second_moment,
+)
 from torch_locoprop.groups import Group, decayed
 from torch_locoprop.joint import join, split
 from torch_locoprop.served import ServedLayer
@@ -152,7 +158,7 @@ class KFAC(WithFallback):
         due = steps < EARLY or steps % group["every"] == 0
         if due or "inverse_inputs" not in state:
             state["inverse_inputs"], state["inverse_gradients"] = (
-                torch.cholesky_inverse(cholesky(factor))
+                torch.cholesky_inverse(at_least_float32(cholesky(factor))).to(factor.dtype)
                 for factor in damped_factors(state["inputs"], state["gradients"], group["damping"])
             )
         direction: Tensor = state["inverse_gradients"] @ gradient @ state["inverse_inputs"]

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.baselines.base import PerTensor, Tensors
-from torch_locoprop.fisher import running_average
+from torch_locoprop.fisher import at_least_float32, running_average
 from torch_locoprop.groups import Group
 from torch_locoprop.settings import unknown
 from torch_locoprop.solvers.exact import eigh
@@ -132,11 +132,11 @@ def average(old: Tensor | None, new: Tensor, decay: float | None, steps: int) ->
 
 def inverse_root(matrix: Tensor, root: int, eps: float) -> Tensor:
     """``(M + eps λ_max I)^(−1/root)`` of a positive semi-definite matrix; of zero, the identity."""
-    values, vectors = eigh(matrix)
+    values, vectors = eigh(at_least_float32(matrix))
     largest = values.amax(-1, keepdim=True)
     powers = torch.where(largest == 0, 1.0, values + eps * largest).pow(-1 / root)
     inverse: Tensor = vectors * powers.unsqueeze(-2) @ vectors.mT
-    return inverse
+    return inverse.to(matrix.dtype)
 
 
 def with_length_of(step: Tensor, direction: Tensor) -> Tensor:

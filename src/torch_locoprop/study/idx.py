@@ -42,6 +42,8 @@ class IdxFile:
         header += b"".join(size.to_bytes(4, "big") for size in self.shape)
         length = len(header) + math.prod(self.shape)
         content = _contents(path, length + 1)
+        if not content:
+            raise ValueError("is empty")
         if content[:4] != header[:4]:
             raise ValueError(f"begins with {content[:4].hex(' ')}, not with {header[:4].hex(' ')}")
         if content[: len(header)] != header:

@@ -143,24 +143,33 @@ class _Training:
         """Train for the next epoch and return each member's line of the metrics."""
         seed = epoch_seed(self.config.seed, self.epochs)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
+        skipped = self.steps.population.skips.clone()
         began = time.perf_counter()
-        for step, rows in enumerate(torch.split(order.to(self.device), self.config.batch_size)):
+        parts = torch.split(order.to(self.device), self.config.batch_size)
+        for step, rows in enumerate(parts):
             self.steps.step(rows, self.rate(self.epochs, step))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.epochs += 1
-        return self.evaluate((time.perf_counter() - began) / len(self.members))
+        seconds = (time.perf_counter() - began) / len(self.members)
+        # As in a run alone: where no layer took a single solution, the model stands still.
+        still = (self.steps.population.skips - skipped).amin(0) == len(parts)
+        return self.evaluate(seconds, still)
 
-    def evaluate(self, seconds: float) -> dict[int, Metrics]:
+    def evaluate(self, seconds: float, still: Tensor | None = None) -> dict[int, Metrics]:
         """Return the next lines of the metrics; `seconds` is each member's share of the time."""
-        found = torch.stack([*self._losses(), self._broken()]).tolist()  # the one synchronisation
+        broken = self._broken()
+        ended = torch.zeros_like(broken) if still is None else still.to(broken.dtype)
+        found = torch.stack([*self._losses(), broken, ended]).tolist()  # the one synchronisation
         memory = memory_mib(self.device)
         lines = {}
-        for member, train_loss, test_loss, broken in zip(self.members, *found, strict=True):
+        for member, train_loss, test_loss, no_number, stuck in zip(
+            self.members, *found, strict=True
+        ):
             rows = self.metrics[member]
-            loss = math.nan if broken else train_loss
+            loss = math.nan if no_number else train_loss
             first = rows[0].train_loss if rows else loss
-            diverged = not loss <= DIVERGED * first or not math.isfinite(loss)
+            diverged = bool(stuck) or not loss <= DIVERGED * first or not math.isfinite(loss)
             before = rows[-1].seconds if rows else 0.0
             line = Metrics(len(rows), loss, test_loss, before + seconds, memory, diverged)
             rows.append(line)

@@ -180,7 +180,9 @@ class RunFolder:
             differences = ", ".join(
                 f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names
             )
-            raise RunError(f"{self.path} has another run: {differences}. Choose another folder.")
+            images = all(name.startswith("data ") for name in names)
+            advice = "Give its images with --data-dir, or choose" if images else "Choose"
+            raise RunError(f"{self.path} has another run: {differences}. {advice} another folder.")
 
     def other_environment(self, description: Mapping[str, Any]) -> str:
         """Say in what the run that is here was made elsewhere; nothing if in nothing."""

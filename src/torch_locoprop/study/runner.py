@@ -6,7 +6,7 @@
 
 A run that was stopped, by Ctrl-C or by a kill, goes on with `resume=True` from its last checkpoint
 and ends in the same bits as one that never was. The images live on the device, and nothing inside an
-epoch waits for it.
+epoch waits for it, but for methods that factorise matrices: K-FAC, natural-s, closed forms, PSGD.
 """
 
 from __future__ import annotations
@@ -78,12 +78,14 @@ class RunResult:
     def to_dict(self) -> dict[str, Any]:
         """Return the run and its last epoch as JSON knows them."""
         last = self.metrics[-1].to_dict() if self.metrics else {}
+        files = RunFolder(self.folder)
         return {
             "folder": str(self.folder),
             "finished": self.finished,
             **last,
             "settings_from": self.origin,
             "config": self.config.to_dict(),
+            "data": files.description()["data"] if files.exists else None,
         }
 
 

@@ -68,6 +68,8 @@ class TuningFolder:
 
     def begin(self, description: Mapping[str, Any]) -> None:
         """Make the folder what it says; if it is one already, raise unless it says the same."""
+        if (self.path / "config.json").exists():
+            raise RunError(f"{self.path} is the folder of a run. Choose another one (--out).")
         (self.path / "workers").mkdir(parents=True, exist_ok=True)
         with self.locked():
             if self.exists:

@@ -197,18 +197,19 @@ def test_a_process_that_is_killed_is_an_error_that_says_what_to_do(tmp_path: Pat
         work.together([job], small.Deadly(), 2, lambda outcome: None)
 
 
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError, ImportError])
 def test_a_run_that_fails_is_named_and_the_others_are_drawn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    failure: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(config: Any, folder: Path, **options: Any) -> Any:
         if config.method == "adam":
-            raise torch.OutOfMemoryError("out of memory\nand a long story")
+            raise failure("out of memory\nand a long story")
         return runner.run(config, folder, **options)
 
     monkeypatch.setattr(work, "run", run)
     making = small.Making(small.order(tmp_path))
     (made,) = making("relu")
-    assert making.maker.failed
+    assert [text.endswith("failed: out of memory") for text in making.maker.failures] == [True]
     assert made.missing == ("Adam (failed: out of memory)",)
     assert len(made.runs) == len(METHODS) - 1
 

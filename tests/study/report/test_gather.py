@@ -38,6 +38,19 @@ def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
     assert not skipped
 
 
+def test_curves_that_were_drawn_here_are_told_from_the_published_ones(tmp_path: Path) -> None:
+    made(tmp_path / "drawn", [9.0, 3.0])
+    other = made(tmp_path / "published", [9.0, 4.0]).path / "config.json"
+    content = json.loads(other.read_text())
+    content["data"] |= {"source": "digs3pts_1.mat", "fingerprint": "another"}
+    other.write_text(json.dumps(content))
+    titles = sorted(task.title for task in tasks_in(tmp_path))
+    assert titles == [
+        "curves (digs3pts_1.mat) · 16-6-2 · tanh",
+        "curves (made for tests) · 16-6-2 · tanh",
+    ]
+
+
 def test_timings_are_no_results(tmp_path: Path) -> None:
     made(tmp_path / "result", [9.0, 3.0])
     made(tmp_path / "timings" / "standard-adam", [9.0, 8.0])

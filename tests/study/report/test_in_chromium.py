@@ -346,7 +346,8 @@ def test_tasks_are_apart_and_text_stays_text(shown: Any) -> None:
     assert "2.9" in environments
     shown.locator("#tasks button", has_text="relu").click()
     assert (
-        shown.locator("#tasks button[aria-pressed='true']").inner_text() == "curves · 16-6-2 · relu"
+        shown.locator("#tasks button[aria-pressed='true']").inner_text()
+        == "curves (made for tests) · 16-6-2 · relu"
     )
     assert column(shown, "train") == ["8.00", "9.00"]
     assert column(shown, "method")[1] == EVIL

@@ -149,7 +149,9 @@ def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], 
     except KeyboardInterrupt:
         console.print("Interrupted. The same command goes on where it stopped.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
-    return made, maker.failed
+    for failure in maker.failures if quiet else ():  # which is no reason to keep them quiet
+        console.print(failure, soft_wrap=True)
+    return made, bool(maker.failures)
 
 
 def _matching(order: Order) -> Made:

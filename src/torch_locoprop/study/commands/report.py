@@ -73,10 +73,14 @@ def report(
             }
             for task in tasks
         ]
-        typer.echo(json.dumps({"report": str(out), "tasks": rankings}))
+        content = page.finite({"report": str(out), "tasks": rankings})
+        typer.echo(json.dumps(content, allow_nan=False))
     else:
+        titles = [task.title for task in tasks]
         for task in tasks:
-            typer.echo(f"{task.title}: {gather.summary(task)}")
+            alike = titles.count(task.title) > 1
+            name = f"{task.title} · {task.details}" if alike else task.title
+            typer.echo(f"{name}: {gather.summary(task)}")
         typer.echo(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {out}")
 
 

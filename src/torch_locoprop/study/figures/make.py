@@ -29,7 +29,7 @@ class Maker:
     watching: work.Watching
     say: Say
     reasons: dict[str, str] = field(default_factory=dict)
-    failed: bool = False
+    failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.library = Library(self.order.folders, self.order.images, self.order.place)
@@ -112,9 +112,9 @@ class Maker:
     def _done(self, outcome: work.Outcome) -> None:
         self.library.add(outcome.job.folder)
         if outcome.result is None:
-            self.failed = True
             self.reasons[_key(outcome.job.config)] = f"failed: {outcome.failure}"
-            self.say(f"{outcome.job.name} failed: {outcome.failure}")
+            self.failures.append(f"{outcome.job.name} failed: {outcome.failure}")
+            self.say(self.failures[-1])
 
     def _counting(self, total: int) -> work.Done:
         """As each job ends, say how many have."""

@@ -101,6 +101,6 @@ def _do(job: Job, images: Images, watch: Watch = lambda row: None) -> Outcome:
     data = images.load(job.config.dataset)
     try:
         result = run(job.config, job.folder, resume=True, data=data, on_epoch=watch)
-    except RuntimeError as error:
+    except (RuntimeError, ImportError) as error:  # a package may be there, and too old
         return Outcome(job, None, str(error).splitlines()[0])
     return Outcome(job, result)

@@ -53,15 +53,19 @@ class Task:
     def title(self) -> str:
         """The task in a few words."""
         about = self.about
-        return f"{about['dataset']} · {about['model']} · {about['transfer']}"
+        source = about["data"].get("source")
+        # Of curves there are two sets: the published ones, and those that are drawn here.
+        of = f" ({source})" if about["dataset"] == "curves" and source else ""
+        return f"{about['dataset']}{of} · {about['model']} · {about['transfer']}"
 
     @property
     def details(self) -> str:
         """What the title leaves out."""
         about = self.about
+        source = about["data"].get("source", "of unknown origin")
         return (
             f"{about['epochs']} epochs of batches of {about['batch_size']} · "
-            f"data {about['data'].get('fingerprint', 'without a fingerprint')}"
+            f"data: {source}, {about['data'].get('fingerprint', 'without a fingerprint')}"
         )
 
     @cached_property

@@ -82,16 +82,16 @@ def _file(name: str) -> str:
 
 def _embedded(content: Any) -> str:
     """JSON that can stand in a script element: no text in it can end the element."""
-    text = json.dumps(_finite(content), allow_nan=False)
+    text = json.dumps(finite(content), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _finite(content: Any) -> Any:
+def finite(content: Any) -> Any:
     """The same with null for numbers that JSON does not know."""
     if isinstance(content, dict):
-        return {str(name): _finite(value) for name, value in content.items()}
+        return {str(name): finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
-        return [_finite(value) for value in content]
+        return [finite(value) for value in content]
     return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
