@@ -207,14 +207,14 @@ def asks_for_fisher(method: Method) -> Any:
 def loss_terms(layers: list[ServedLayer]) -> int | None:
     """How many terms a loss that sums has: rows, times features unless it is a softmax.
 
-    Of several outputs, each with a loss of its own, the most; None if no layer's output is the model's.
+    None if no layer's output is the model's, or several are: their losses may be one or many.
     """
     terms = []
     for layer in layers:
         if layer.calls and layer.is_output:
             classes = layer.transfer is not None and not layer.transfer.elementwise
             terms.append((1 if classes else layer.width) * layer.row_count)
-    return max(terms, default=None)
+    return terms[0] if len(terms) == 1 else None
 
 
 def _scaled(rows: Tensor | None, scale: float) -> Tensor | None:

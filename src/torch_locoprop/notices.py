@@ -24,8 +24,8 @@ class Notices:
 
 TERMS = (
     'local_reduction="mean" divides a summed loss by the number of its terms, which is unknown here: '
-    "what the model returns is not the output of a layer with a local problem. The sum is taken as it "
-    'is. Give a loss with reduction="mean".'
+    "what the model returns is not the output of one layer with a local problem. The sum is taken as "
+    'it is. Give a loss with reduction="mean".'
 )
 
 

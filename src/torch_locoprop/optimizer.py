@@ -127,7 +127,8 @@ class LocoProp(WithFallback):
         outer: that optimizer, or a list of several, or a function that makes them of the parameters
             it is given: those of the layers with a local problem. Schedules of this optimizer's lr act
             on it, beside any of its own: during a step its learning rates are multiplied by lr over
-            the lr given here, while the local problem keeps the latter.
+            the lr given here, while the local problem keeps the latter. Groups whose schedules differ
+            need groups of their own in it.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they
             get ``AdamW(lr=1e-3)`` and you get a warning. Its groups stand after the local ones in
             ``param_groups``: schedulers that take one number for each group take one for it too.

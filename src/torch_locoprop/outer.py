@@ -105,6 +105,8 @@ class Outer:
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+            for group in optimizer.param_groups:  # of a version whose schedules moved lr itself
+                group["lr"] = group.pop("base_lr", group["lr"])
 
 
 def make_outer(apply: str, factory: OuterFactory | None, groups: list[Group]) -> Outer | None:

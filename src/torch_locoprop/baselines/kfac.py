@@ -158,7 +158,7 @@ class KFAC(WithFallback):
         due = steps < EARLY or steps % group["every"] == 0
         if due or "inverse_inputs" not in state:
             state["inverse_inputs"], state["inverse_gradients"] = (
-                torch.cholesky_inverse(at_least_float32(cholesky(factor))).to(factor.dtype)
+                torch.cholesky_inverse(cholesky(at_least_float32(factor))).to(factor.dtype)
                 for factor in damped_factors(state["inputs"], state["gradients"], group["damping"])
             )
         direction: Tensor = state["inverse_gradients"] @ gradient @ state["inverse_inputs"]

@@ -6,7 +6,8 @@
 
 A run that was stopped, by Ctrl-C or by a kill, goes on with `resume=True` from its last checkpoint
 and ends in the same bits as one that never was. The images live on the device, and nothing inside an
-epoch waits for it, but for methods that factorise matrices: K-FAC, natural-s, closed forms, PSGD.
+epoch waits for it, but for methods that factorise matrices: K-FAC, Shampoo, natural-s, PSGD and
+closed forms.
 """
 
 from __future__ import annotations

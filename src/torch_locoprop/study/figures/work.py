@@ -102,5 +102,5 @@ def _do(job: Job, images: Images, watch: Watch = lambda row: None) -> Outcome:
     try:
         result = run(job.config, job.folder, resume=True, data=data, on_epoch=watch)
     except (RuntimeError, ImportError) as error:  # a package may be there, and too old
-        return Outcome(job, None, str(error).splitlines()[0])
+        return Outcome(job, None, (str(error) or type(error).__name__).splitlines()[0])
     return Outcome(job, result)
