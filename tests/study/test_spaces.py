@@ -38,6 +38,11 @@ def test_the_papers_spaces(method: str, expected: spaces.Space) -> None:
     assert spaces.of(methods.get(method)) == expected
 
 
+def test_gamma_of_locoprop_s_is_searched_between_the_papers_ends() -> None:
+    m, s = (spaces.of(methods.get(name)) for name in ("locoprop-m", "locoprop-s"))
+    assert s == {**m, "gamma": Span(min(GAMMA.values), max(GAMMA.values))}
+
+
 def test_the_papers_second_order_spaces() -> None:
     kfac, shampoo = spaces.of(methods.get("kfac@10")), spaces.of(methods.get("shampoo"))
     assert kfac["lr"] == shampoo["lr"] == Span(1e-7, 10.0)

@@ -175,11 +175,15 @@ _LOCAL = {
     "regularizer": None,
 }
 _EXACT = {"lr": 1e-2, "gamma": 100.0, "momentum": 0.9}
-_LOCAL_S = {**_LOCAL, "lr": 2e-5, "gamma": 100.0, "decay": 0.99}
 
 for _method in (
     Method("locoprop-m", _locoprop("locoprop-m"), _LOCAL, REFERENCE),
-    Method("locoprop-s", _locoprop("locoprop-s"), _LOCAL_S, TUNED),
+    Method(
+        "locoprop-s",
+        _locoprop("locoprop-s"),
+        {**_LOCAL, "lr": 1.523e-05, "gamma": 161.7, "decay": 0.99},
+        f"{TUNED}, 32 trials",
+    ),
     Method(
         "pocoprop-s",
         _locoprop("pocoprop-s"),

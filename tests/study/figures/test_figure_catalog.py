@@ -1,15 +1,20 @@
 """Every figure is valid data: configurations that can be built, lines that differ."""
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import small
 
+from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.runner import result_of
 
+RESULTS = Path(__file__).parents[3] / "results"
 LOSSES = [name for name in catalog.NAMES if name not in ("matching-loss", "costs")]
 SCALES = {"paper": PROTOCOL, "quick": QUICK}
 
@@ -106,4 +111,43 @@ def test_settings_of_one_task_go_before_those_of_all() -> None:
     )
     assert changed.series("relu", "adam").config.settings["lr"] == 2.0
     assert changed.series("deep", "adam").config.settings["lr"] == 1.0
-    assert changed.series("deep", "adam", eps=0.5).config.settings["eps"] == 0.5
+
+
+def test_settings_for_a_number_of_iterations_go_before_those_of_a_task() -> None:
+    settings = {"locoprop-m": {"lr": 1.0, "gamma": 1.0, "eps": 1.0}}
+    special = {
+        "deep": {"locoprop-m": {"lr": 2.0, "gamma": 2.0}},
+        catalog.iterations(3): {"locoprop-m": {"lr": 3.0}},
+    }
+    origins = {"deep": {"locoprop-m": "two"}, catalog.iterations(3): {"locoprop-m": "three"}}
+    scale = replace(small.SCALE, settings=settings, special=special, origins=origins)
+    for steps, lr, origin in ((3, 3.0, "three"), (4, 2.0, "two")):
+        series = scale.series("deep", "locoprop-m", steps)
+        found = {name: series.config.settings[name] for name in ("lr", "gamma", "eps")}
+        assert found == {"lr": lr, "gamma": 2.0, "eps": 1.0}
+        assert series.config.settings["local_steps"] == steps
+        assert series.label == f"LocoProp-M, T = {steps}"
+        assert (series.origin, series.fixed) == (origin, {"local_steps": steps})
+
+
+def test_one_iteration_of_s_and_of_m_is_one_method_with_one_setting() -> None:
+    s, m = (PROTOCOL.series("standard", method, 1) for method in ("locoprop-s", "locoprop-m"))
+    assert s.config.settings == m.config.settings
+    assert s.origin == m.origin != ""
+
+
+@pytest.mark.skipif(not RESULTS.is_dir(), reason="a source distribution has no runs")
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_committed_runs_of_locoprop_are_those_of_the_protocol(name: str) -> None:
+    """A change of settings that leaves a run behind would silently take it out of a figure."""
+
+    def anywhere(config: RunConfig) -> RunConfig:
+        return replace(config, device="cpu", precision="fp32")
+
+    committed = [
+        anywhere(result_of(path.parent).config) for path in RESULTS.glob("*/locoprop*/config.json")
+    ]
+    planned = catalog.loss_figure(name, PROTOCOL).configs
+    for config in planned:
+        if config.method.startswith("locoprop"):
+            assert anywhere(config) in committed

@@ -242,3 +242,13 @@ def test_settings_that_were_found_at_another_number_of_iterations_are_called_tha
     figure = catalog.loss_figure("s-vs-m", small.SCALE)
     text = footer(figure, runs, "", (), "")
     assert "LocoProp-M: reference; LocoProp-M with T = 5: reference, at T = 10." in text
+
+
+def test_settings_for_a_number_of_iterations_have_an_origin_of_their_own() -> None:
+    figure = catalog.loss_figure("s-vs-m", PROTOCOL)
+    text = footer(figure, [protocol_run(each) for each in figure.panels[0].series], "", (), "")
+    assert (
+        "LocoProp-S with T = 1, LocoProp-M with T = 1: one method, tuned on mnist, 32 trials of 60 "
+        "epochs; LocoProp-S with T = 5: tuned on mnist, 32 trials, at T = 10;" in text
+    )
+    assert "LocoProp-S with T = 50, LocoProp-M with T = 50: tuned on mnist, 12 trials" in text

@@ -76,6 +76,11 @@ def _tuned_elsewhere(origins: Iterable[str], runs: Sequence[Found]) -> str:
 
 def _origin(figure: LossFigure, result: RunResult) -> tuple[str, str]:
     """Where the settings of a run come from, and its name among others with the same origin."""
+    method, settings = methods.get(result.config.method), result.config.settings
+    changed = {name for name, value in method.settings.items() if settings[name] != value}
+    name = label(method.name)
+    if "local_steps" in changed:
+        name += f" with T = {settings['local_steps']}"
     planned = _planned(figure, result.config)
     if planned:
         panel, series = planned
@@ -83,13 +88,10 @@ def _origin(figure: LossFigure, result: RunResult) -> tuple[str, str]:
             return series.origin or result.origin, series.label
         if series.origin:
             several = len({each.task for each in figure.panels}) > 1
-            return series.origin, series.label + (f" ({panel.task})" if several else "")
-    method, settings = methods.get(result.config.method), result.config.settings
-    changed = {name for name, value in method.settings.items() if settings[name] != value}
-    if changed != {"local_steps"}:
-        return result.origin, label(method.name)
-    searched = f"{method.source}, at T = {method.settings['local_steps']}"
-    return searched, f"{label(method.name)} with T = {settings['local_steps']}"
+            return series.origin, name + (f" ({panel.task})" if several else "")
+    if changed == {"local_steps"}:
+        return f"{method.source}, at T = {method.settings['local_steps']}", name
+    return result.origin, name
 
 
 def _planned(figure: LossFigure, made: RunConfig) -> tuple[Panel, Series] | None:

@@ -22,6 +22,11 @@ SOLVERS = "solvers"
 """Where a scale has the origins of its solvers' settings."""
 
 
+def iterations(local_steps: int) -> str:
+    """Return where a scale has the settings, and their origins, for so many local iterations."""
+    return f"T = {local_steps}"
+
+
 @dataclass(frozen=True)
 class Entry:
     """A line of the list of figures."""
@@ -108,11 +113,11 @@ class LossFigure:
 class Scale:
     """The tasks, each as fields of a `RunConfig`, and the methods and settings to take on them.
 
-    `settings` belong to a method on every task, `special` to a method on one task; `solvers` are the
-    settings of LocoProp-M with each solver. `origins` tell where the latter two come from, by task or
-    `SOLVERS`. `images` are how many to train and test on, of the embedded data; None takes the whole
-    data set of the task. `threads` are those of each process; None leaves the cores to one run, or
-    divides them among the runs.
+    `settings` belong to a method on every task, `special` to a method on one task, or with so many
+    `iterations`; `solvers` are the settings of LocoProp-M with each solver. `origins` tell where the
+    latter two come from, by task, `iterations` or `SOLVERS`. `images` are how many to train and test
+    on, of the embedded data; None takes the whole data set of the task. `threads` are those of each
+    process; None leaves the cores to one run, or divides them among the runs.
     """
 
     tasks: Mapping[str, Settings]
@@ -125,13 +130,17 @@ class Scale:
     threads: int | None = None
     note: str = ""
 
-    def series(self, task: str, method: str, name: str = "", **fixed: Any) -> Series:
-        """Return the line of a method on a task, at the scale's settings and those fixed."""
+    def series(self, task: str, method: str, local_steps: int | None = None) -> Series:
+        """Return the line of a method on a task, at its own number of local iterations or this."""
         base = method.partition("@")[0]
-        own = {**self.settings.get(base, {}), **self.special.get(task, {}).get(base, {}), **fixed}
-        config = RunConfig(method, own, **self.tasks[task])
-        origin = self.origins.get(task, {}).get(base, "")
-        return Series(name or label(method), config, base, fixed, origin)
+        at = [] if local_steps is None else [iterations(local_steps)]
+        fixed = {} if local_steps is None else {"local_steps": local_steps}
+        own, origin = dict(self.settings.get(base, {})), ""
+        for place in (task, *at):
+            own |= self.special.get(place, {}).get(base, {})
+            origin = self.origins.get(place, {}).get(base, origin)
+        config = RunConfig(method, {**own, **fixed}, **self.tasks[task])
+        return Series(", ".join([label(method), *at]), config, base, fixed, origin)
 
 
 FIRST_ORDER = ("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop")
@@ -190,7 +199,7 @@ def _compared(scale: Scale, task: str) -> tuple[Series, ...]:
 
 def _by_local_steps(scale: Scale) -> tuple[Series, ...]:
     return tuple(
-        scale.series("standard", method, f"{label(method)}, T = {steps}", local_steps=steps)
+        scale.series("standard", method, steps)
         for method in ("locoprop-s", "locoprop-m")
         for steps in LOCAL_STEPS
     )

@@ -4,7 +4,7 @@ Everything else is as the methods are registered: settings for MNIST, tanh, the 
 batches of 1000, whose origin each method names. Settings tuned for another task come with `--config`.
 """
 
-from torch_locoprop.study.figures.catalog import SOLVERS, Scale
+from torch_locoprop.study.figures.catalog import SOLVERS, Scale, iterations
 from torch_locoprop.study.methods import TUNED
 
 # An eigendecomposition takes seconds for the wide model's factors: no @1 or @10 of Shampoo there.
@@ -13,6 +13,11 @@ _RENEWED = ("kfac@10", "shampoo@100")
 # Found on MNIST by an earlier search; a later one found a smaller rate, stable at all seeds.
 _RMSPROP = {"lr": 1.1e-3, "momentum": 0.909, "decay": 0.995, "eps": 1e-10}
 _EARLIER = ("relu", "fashion-mnist", "curves")
+_EARLIER_TRIALS = f"{TUNED}, the best of 64 earlier trials"
+
+# With one iteration LocoProp-S and -M are one method: RMSProp on the gradient of BackProp.
+_ONE = {"lr": 3.198e-04, "gamma": 2.352, "momentum": 0.95, "decay": 0.995}
+_BOTH = ("locoprop-s", "locoprop-m")
 
 _RATES = "the best of {} rates for this model"
 _FEW_TRIALS = "the best of 24 trials of 8 epochs with such batches"
@@ -39,17 +44,28 @@ PROTOCOL = Scale(
     settings={},
     special={
         **{task: {"rmsprop": _RMSPROP} for task in _EARLIER},
+        "relu": {
+            "rmsprop": _RMSPROP,
+            "locoprop-s": {"lr": 3.045e-06, "gamma": 154.0, "decay": 0.9},
+        },
         # The standard model's own lead nowhere in these.
         "deep": {
             "rmsprop": {"lr": 3e-5},
             "adam": {"lr": 0.0003593, "momentum": 0.9156, "decay": 0.9853, "eps": 1.82e-07},
             "locoprop-s": {"lr": 4.019e-06, "gamma": 100.0},
         },
-        "wide": {"rmsprop": {"lr": 1e-4}, "locoprop-s": {"lr": 4e-6}},
+        "wide": {"rmsprop": {"lr": 1e-4}, "locoprop-s": {"lr": 4e-6, "gamma": 100.0}},
         "batch-100": {
             "rmsprop": {"lr": 1.311e-4, "momentum": 0.9126, "decay": 0.9856, "eps": 8.664e-10},
+            "adam": {"lr": 1.433e-3, "momentum": 0.973, "decay": 0.9464, "eps": 1.895e-07},
             "locoprop-s": {"lr": 1.669e-06, "gamma": 10.0},
             "locoprop-m": {"lr": 2.915e-05, "momentum": 0.9, "decay": 0.99},
+        },
+        iterations(1): dict.fromkeys(_BOTH, _ONE),
+        # For T = 5 a search found nothing better than the settings of T = 10.
+        iterations(50): {
+            "locoprop-s": {"lr": 2.035e-06, "gamma": 195.6, "decay": 0.9},
+            "locoprop-m": {"lr": 1.961e-06, "gamma": 15.73, "decay": 0.99},
         },
     },
     # The best of results/searches; RMSProp's are the reference's.
@@ -68,7 +84,11 @@ PROTOCOL = Scale(
         "rmsprop": {},
     },
     origins={
-        **{task: {"rmsprop": f"{TUNED}, the best of 64 earlier trials"} for task in _EARLIER},
+        **{task: {"rmsprop": _EARLIER_TRIALS} for task in _EARLIER},
+        "relu": {
+            "rmsprop": _EARLIER_TRIALS,
+            "locoprop-s": "the best of 32 trials of 50 epochs with ReLU",
+        },
         "wide": {"rmsprop": _RATES.format("three"), "locoprop-s": _RATES.format("four")},
         "deep": {
             "rmsprop": _RATES.format("three"),
@@ -77,8 +97,11 @@ PROTOCOL = Scale(
         },
         "batch-100": {
             "rmsprop": "the best of 32 trials of 15 epochs with such batches",
-            **dict.fromkeys(("locoprop-s", "locoprop-m"), _FEW_TRIALS),
+            "adam": "the best of 16 trials of 15 epochs with such batches",
+            **dict.fromkeys(_BOTH, _FEW_TRIALS),
         },
+        iterations(1): dict.fromkeys(_BOTH, f"one method, {TUNED}, 32 trials of 60 epochs"),
+        iterations(50): dict.fromkeys(_BOTH, f"{TUNED}, 12 trials of 25 epochs each"),
         SOLVERS: {
             **dict.fromkeys(("sgd", "adagrad"), f"{TUNED}, 8 trials of 30 epochs"),
             **dict.fromkeys(("momentum", "nesterov", "adam"), f"{TUNED}, 16 trials of 30 epochs"),
