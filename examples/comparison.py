@@ -26,12 +26,12 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from training import Record, Run, Settings, Task, Training, finished, perform, write
+from training import Record, Run, Settings, Task, Training, finished, perform, shown, write
 
 from torch_locoprop.study import machine, safe_files
 
 SEARCH_SEED = 100  # none of the seeds that are reported
-WARM_UP, BLOCKS, BLOCK = 20, 5, 10  # steps of a timing; a factorisation is renewed every 10 steps
+WARM_UP, BLOCKS, BLOCK = 20, 5, 20  # steps of a timing; a factorisation is renewed every 20 steps
 
 
 @dataclass
@@ -187,14 +187,14 @@ class Comparison:
         timings = self.known_timings()
         if timings is None:
             raise SystemExit(f"No timings in {self.folder}. Run this without --table first.")
-        first, shown = self.methods[0], self.task.shown
+        first, columns = self.methods[0], self.task.shown
         headings = ["method", "settings", "trials"]
-        headings += [f"{name}, {self.steps} steps" for name in ("train loss", *shown)]
+        headings += [f"{name}, {self.steps} steps" for name in ("train loss", *columns)]
         headings += [
             "ms a step",
             "MiB",
             f"steps in {first}'s time",
-            *(f"{s}, then" for s in shown),
+            *(f"{s}, then" for s in columns),
         ]
         lines = [headings, ["---"] * len(headings)]
         for name in self.methods:
@@ -204,16 +204,16 @@ class Comparison:
             lines.append(
                 [
                     name,
-                    ", ".join(f"{setting} {value:g}" for setting, value in settings.items()),
+                    ", ".join(f"{setting} {shown(value)}" for setting, value in settings.items()),
                     f"{tried} of {asked}" if 0 < tried < asked else str(tried),
                     *(
                         self._over_seeds(self.at_equal_steps(name), s)
-                        for s in ("train loss", *shown)
+                        for s in ("train loss", *columns)
                     ),
                     f"{cost['ms_per_step']:.2f}",
                     f"{cost['memory_mib']:.0f}",
                     str(later[0].steps),
-                    *(self._over_seeds(later, s) for s in shown),
+                    *(self._over_seeds(later, s) for s in columns),
                 ]
             )
         precision = "bfloat16 autocast" if self.task.bf16 else "TF32 where the machine has it"
@@ -281,7 +281,7 @@ def _distinct(runs: Sequence[Run]) -> list[Run]:
 
 
 def _line(title: str, record: Record) -> str:
-    settings = " ".join(f"{name}={value:g}" for name, value in record["settings"].items())
+    settings = " ".join(f"{name}={shown(value)}" for name, value in record["settings"].items())
     final = ", ".join(
         f"{name} {value:.4f}" for name, value in record["final"].items() if name != "step"
     )

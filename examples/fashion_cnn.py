@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import comparison
 import torch
-from muon import Muon, adamw
+from muon import adamw, muon_and_adamw
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from training import Batches, Method, Settings, Task
@@ -76,10 +76,9 @@ INNER = ["blocks.*"]  # layers with local problems: all but the stem and the hea
 MAX_ROWS = 4096  # of the 200,704 to 12,544 rows of a layer: every position of an image is one
 
 
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The filters of the blocks, and all other parameters."""
-    filters = {n: p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 4}
-    return [*filters.values()], [p for n, p in model.named_parameters() if n not in filters]
+def filters_of(model: nn.Module) -> list[nn.Parameter]:
+    """Those of the blocks."""
+    return [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 4]
 
 
 def by_adamw(model: nn.Module, settings: Settings) -> Optimizer:
@@ -88,17 +87,18 @@ def by_adamw(model: nn.Module, settings: Settings) -> Optimizer:
 
 def by_muon(model: nn.Module, settings: Settings) -> Optimizer:
     """Muon for the filters of the blocks; AdamW for the stem, the head, and all norms."""
-    filters, rest = divided(model)
-    lr, momentum = settings["lr"], settings["momentum"]
-    return Together(Muon(filters, lr, momentum, SHRINK / lr), adamw(rest, lr, SHRINK, BETAS))
+    return muon_and_adamw(model.parameters(), filters_of(model), settings, SHRINK, BETAS)
 
 
 def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
     """LocoProp-S in closed form, ``G (XᵀX + λI)⁻¹``, as the gradient that Muon steps along."""
-    lr = settings["lr"]
+
+    def by_both(params: list[nn.Parameter]) -> Together:
+        return muon_and_adamw(params, filters_of(model), settings, SHRINK, BETAS)
+
     return LocoProp(
         model,
-        lr=lr,
+        lr=settings["lr"],
         variant="locoprop-s",
         gamma=1.0,
         solver=Exact(decay=0.95, every=10, damping=settings["damping"]),
@@ -106,8 +106,8 @@ def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
         max_rows=MAX_ROWS,
         layers=INNER,
         apply="gradient",
-        outer=lambda filters: Muon(filters, lr, settings["momentum"], SHRINK / lr),
-        fallback=lambda rest: adamw(rest, lr, SHRINK, BETAS),
+        outer=by_both,
+        fallback=by_both,
     )
 
 
@@ -117,8 +117,10 @@ def by_local_steps_adamw(model: nn.Module, settings: Settings) -> Optimizer:
     They converge for ``lr < 2 / λ``, with λ the largest eigenvalue of XᵀX / rows, which is below its
     trace: the inputs of a row times their mean square.
     """
-    filters, rest = divided(model)
+    filters = filters_of(model)
     groups = [{"params": [p], "lr": settings["reach"] / p[0].numel()} for p in filters]
+    inside = set(filters)
+    rest = [p for p in model.parameters() if p not in inside]
     lr = settings["lr"]
     return LocoProp(
         model,
@@ -159,26 +161,26 @@ def by_locoprop(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 METHODS = {
-    "adamw": Method(by_adamw, {"lr": 4e-3}, {"lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]}),
+    "adamw": Method(by_adamw, {"lr": 4e-3}, [{"lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]}]),
     "muon": Method(
         by_muon,
         {"lr": 1.6e-2, "momentum": 0.95},
-        {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
+        [{"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]}],
     ),
     "locoprop-s-exact-muon": Method(
         by_exact_muon,
         {"lr": 1.2e-2, "momentum": 0.95, "damping": 0.1},
-        {"lr": [6e-3, 1.2e-2, 2.4e-2], "damping": [0.1, 1.0]},
+        [{"lr": [6e-3, 1.2e-2, 2.4e-2], "damping": [0.1, 1.0]}],
     ),
     "locoprop-s-adamw": Method(
         by_local_steps_adamw,
         {"lr": 4e-3, "reach": 1.0},
-        {"lr": [2e-3, 4e-3, 8e-3], "reach": [1.0, 3.0]},
+        [{"lr": [2e-3, 4e-3, 8e-3], "reach": [1.0, 3.0]}],
     ),
     "locoprop-s": Method(
         by_locoprop,
         {"lr": 1.5e-4, "gamma": 100.0, "fallback_lr": 4e-3},
-        {"lr": [5e-5, 1.5e-4, 5e-4], "gamma": [30.0, 100.0]},
+        [{"lr": [5e-5, 1.5e-4, 5e-4], "gamma": [30.0, 100.0]}],
     ),
 }
 

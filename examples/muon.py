@@ -8,11 +8,14 @@ far less time than one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
+
+from torch_locoprop.study.peers import Together
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration X ← a X + (b XXᵀ + c (XXᵀ)²) X
 
@@ -91,14 +94,18 @@ def adamw(
 
 def muon_and_adamw(
     params: Iterable[nn.Parameter],
-    lr: float,
-    momentum: float,
+    matrices: Iterable[nn.Parameter],
+    settings: Mapping[str, Any],
     shrink: float,
     betas: tuple[float, float],
-) -> list[Optimizer]:
-    """Muon for the weights among the parameters, and AdamW for the rest of them, if there is any."""
-    params = list(params)
-    weights = [p for p in params if p.dim() >= 2]
-    optimizers: list[Optimizer] = [Muon(weights, lr, momentum, shrink / lr)]
-    rest = [p for p in params if p.dim() < 2]
-    return [*optimizers, adamw(rest, lr, shrink, betas)] if rest else optimizers
+) -> Together:
+    """Muon for those of the parameters that are among the matrices, and AdamW for the rest."""
+    params, inside = list(params), set(matrices)
+    lr, momentum = settings["lr"], settings["momentum"]
+    by_muon, rest = [p for p in params if p in inside], [p for p in params if p not in inside]
+    parts: list[Optimizer] = []
+    if by_muon:
+        parts.append(Muon(by_muon, lr, momentum, shrink / lr))
+    if rest:
+        parts.append(adamw(rest, lr, shrink, betas))
+    return Together(*parts)

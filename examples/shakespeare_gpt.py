@@ -20,7 +20,7 @@ from typing import NamedTuple
 import comparison
 import torch
 import torch.nn.functional as F
-from muon import Muon, adamw, muon_and_adamw
+from muon import adamw, muon_and_adamw
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from training import Batches, Method, Settings, Task
@@ -97,38 +97,41 @@ def _small(module: nn.Module) -> None:
 SHRINK = 1e-4  # of the weights in a step at the full rate, the same for all methods
 BETAS = (0.9, 0.99)
 INNER = ["blocks.*"]  # layers with local problems: all but the head, as for Muon
+LAYERS = {"inner": INNER, "hidden": ["blocks.*.hidden_*"], "all": None}
 
 
 def by_adamw(model: nn.Module, settings: Settings) -> Optimizer:
     return adamw(model.parameters(), settings["lr"], SHRINK, BETAS)
 
 
+def matrices_of(model: nn.Module) -> list[nn.Parameter]:
+    """Those of the blocks."""
+    return [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2]
+
+
 def by_muon(model: nn.Module, settings: Settings) -> Optimizer:
     """Muon for the matrices of the blocks; AdamW for embeddings, head, biases and norms."""
-    matrices = {
-        n: p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2
-    }
-    rest = [p for n, p in model.named_parameters() if n not in matrices]
-    lr, momentum = settings["lr"], settings["momentum"]
-    inside = Muon(matrices.values(), lr, momentum, SHRINK / lr)
-    return Together(inside, adamw(rest, lr, SHRINK, BETAS))
+    return muon_and_adamw(model.parameters(), matrices_of(model), settings, SHRINK, BETAS)
 
 
 def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
     """LocoProp-S in closed form, ``G (XᵀX + λI)⁻¹``, as the gradient that Muon steps along."""
-    lr, momentum = settings["lr"], settings["momentum"]
+
+    def by_both(params: list[nn.Parameter]) -> Together:
+        return muon_and_adamw(params, matrices_of(model), settings, SHRINK, BETAS)
+
     return LocoProp(
         model,
-        lr=lr,
+        lr=settings["lr"],
         variant="locoprop-s",
         gamma=1.0,
-        solver=Exact(decay=0.95, every=10, damping=settings["damping"]),
+        # One batch has rows enough: in all other steps nothing is kept of them.
+        solver=Exact(every=20, damping=settings["damping"]),
         local_reduction="mean",
-        max_rows=2048,
-        layers=INNER,
+        layers=LAYERS[settings["layers"]],
         apply="gradient",
-        outer=lambda params: muon_and_adamw(params, lr, momentum, SHRINK, BETAS),
-        fallback=lambda rest: adamw(rest, lr, SHRINK, BETAS),
+        outer=by_both,
+        fallback=by_both,
     )
 
 
@@ -181,26 +184,48 @@ def by_locoprop(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 METHODS = {
-    "adamw": Method(by_adamw, {"lr": 2e-3}, {"lr": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]}),
+    "adamw": Method(
+        by_adamw,
+        {"lr": 2e-3},
+        [
+            {"lr": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]},
+            {"lr": [2.8e-3, 3.4e-3, 4.8e-3, 5.6e-3]},
+        ],
+    ),
     "muon": Method(
         by_muon,
         {"lr": 1.6e-2, "momentum": 0.95},
-        {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
+        [
+            {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
+            {"lr": [8e-3, 1.6e-2], "momentum": [0.9, 0.98]},
+        ],
     ),
     "locoprop-s-exact-muon": Method(
         by_exact_muon,
-        {"lr": 1.6e-2, "momentum": 0.95, "damping": 1.0},
-        {"lr": [8e-3, 1.6e-2, 3.2e-2], "damping": [0.3, 2.0]},
+        {"lr": 8e-3, "momentum": 0.95, "damping": 1.0, "layers": "inner"},
+        [
+            {"lr": [4e-3, 8e-3, 1.6e-2], "damping": [1.0, 4.0]},
+            {"lr": [8e-3, 1.6e-2], "layers": ["hidden", "all"]},
+        ],
     ),
     "locoprop-s-adamw": Method(
         by_local_steps_adamw,
         {"lr": 2e-3, "reach": 1.0},
-        {"lr": [1e-3, 2e-3, 4e-3], "reach": [1.0, 3.0]},
+        [
+            {"lr": [1e-3, 2e-3, 4e-3], "reach": [1.0, 3.0]},
+            {"lr": [4e-3], "reach": [10.0]},
+            {"lr": [8e-3], "reach": [1.0, 3.0, 10.0]},
+        ],
     ),
     "locoprop-s": Method(
         by_locoprop,
         {"lr": 3e-4, "gamma": 10.0, "fallback_lr": 2e-3},
-        {"lr": [1e-4, 3e-4, 1e-3], "gamma": [10.0, 100.0]},
+        [
+            {"lr": [1e-4, 3e-4, 1e-3], "gamma": [10.0, 100.0]},
+            {"lr": [3e-5], "gamma": [100.0]},
+            {"lr": [3e-5, 1e-4], "gamma": [1000.0]},
+            {"lr": [1e-4], "gamma": [100.0], "fallback_lr": [4e-3]},
+        ],
     ),
 }
 

@@ -39,18 +39,24 @@ class Method:
 
     build: Callable[[nn.Module, Settings], Optimizer]
     settings: Settings  # where no search has found better ones
-    grid: Mapping[str, Sequence[Any]]  # of some settings; all combinations are tried
+    grids: Sequence[Mapping[str, Sequence[Any]]]  # of some settings; all combinations in each
 
     def trials(self) -> list[Settings]:
-        """All settings of the grid."""
-        choices = itertools.product(*self.grid.values())
+        """All settings of the grids."""
         return [
-            {**self.settings, **dict(zip(self.grid, choice, strict=True))} for choice in choices
+            {**self.settings, **dict(zip(grid, choice, strict=True))}
+            for grid in self.grids
+            for choice in itertools.product(*grid.values())
         ]
 
     def at_edge(self, settings: Settings) -> list[str]:
-        """Which settings are the lowest or highest of three or more that were tried."""
-        spans = {name: values for name, values in self.grid.items() if len(values) > 2}
+        """Which numbers are the lowest or highest of three or more that were tried."""
+        tried = {name: {trial[name] for trial in self.trials()} for name in self.settings}
+        spans = {
+            name: values
+            for name, values in tried.items()
+            if len(values) > 2 and not isinstance(settings[name], str)
+        }
         return [name for name, span in spans.items() if settings[name] in (min(span), max(span))]
 
 
@@ -111,6 +117,11 @@ def schedule(optimizer: Optimizer, steps: int) -> LambdaLR:
     after = max(steps - warm_up, 1)
     falling = [(steps - step) / after for step in range(warm_up, steps + 1)]
     return LambdaLR(optimizer, [*rising, *falling].__getitem__)
+
+
+def shown(value: float | str) -> str:
+    """A setting, for people to read."""
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 class Training:

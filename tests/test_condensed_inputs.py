@@ -333,6 +333,24 @@ def test_steps_without_local_problems_keep_nothing(
     assert nothing == [False, True, True, renewed_later]
 
 
+@pytest.mark.parametrize("max_rows", [None, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_closed_form_that_is_not_renewed_keeps_nothing(
+    by_rows: Train, name: str, max_rows: int | None
+) -> None:
+    own = {"solver": Exact(every=3), "max_rows": max_rows}
+    both(by_rows, name, **own)
+    model = made(name)
+    opt = loco(model, **own)
+    nothing = []
+    for _ in range(7):
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        nothing.append(sum(held(opt)) == 0)
+        opt.step()
+    assert nothing == [False, True, True, False, True, True, False]
+
+
 @pytest.mark.parametrize(
     "options",
     [

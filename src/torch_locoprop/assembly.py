@@ -169,10 +169,11 @@ def use_of_rows(
     use = method.solver.use_of_rows(method.local_steps, number, states.get(owner, {}), columns)
     if use is not None and (group["gate"] or diagnosed):
         use = use._replace(gradients=use.gradients + 1)
-    if use is None or not (use.is_any or exact):
-        return use
     settled = layer.decided or layer.explicit or not asked.loss.uses_transfer
-    if not settled or group["max_rows"] is not None or (exact and variant.loss.uses_transfer):
+    bent = exact and (variant.loss.uses_transfer or not settled)  # and a closed form asks how much
+    if use is None or not (use.is_any or bent):
+        return use
+    if bent or not settled or group["max_rows"] is not None:
         return None
     return use if variant.loss.is_quadratic(layer.transfer or Linear()) else None
 

@@ -105,11 +105,11 @@ class Capture:
             self._follow_gradients(layer)
             recomputed = torch._C._current_graph_task_id() != -1
             self.tracing |= not layer.decided  # a layer thawed since the last step
-            call = _call(layer, x, out, mark)
+            traced = self.tracing and not recomputed
+            call = _call(layer, x, out, mark, traced=traced, recomputed=recomputed)
             if self._trains(x):  # the layer it belongs to may be solved before this one
                 call = call.copied()
-            traced = self.tracing and not recomputed
-            cell = _Cell(replace(call, traced=traced, recomputed=recomputed))
+            cell = _Cell(call)
             self._cells.add(cell)
             node.register_prehook(_recorder(self, layer, cell))
         if self._in_forward is not None and self._seed is not None and not out.is_nested:
@@ -163,7 +163,9 @@ class Capture:
             return
         if cell.call is None:  # a second pass through a graph whose step was taken
             return
-        call = replace(cell.call, sampled=cell.sampled)
+        call = cell.call
+        if cell.sampled is not None:
+            call = replace(call, sampled=cell.sampled)
         needs = frozenset() if layer.obstacle else layer.needs
         if "v" in needs:
             call = _with_post_gradient(call, layer, g)
@@ -228,14 +230,19 @@ class Capture:
             self._sampling = False
 
 
-def _call(layer: ServedLayer, x: Tensor, out: Tensor, mark: Mark) -> Call:
+def _call(
+    layer: ServedLayer, x: Tensor, out: Tensor, mark: Mark, *, traced: bool, recomputed: bool
+) -> Call:
     """What the forward pass tells of a call; of nested tensors that is no rows."""
+    rows, shape, version = x, out.shape, None
     if x.is_nested:
         layer.obstacle = NESTED
         rows = layer.kind.collect([], [], layer.tensors["weight"])
-        return Call(rows, mark, torch.Size((0, layer.width)))
-    version = None if x.is_inference() else x._version
-    return Call(x.detach(), mark, out.shape, version=version)
+        shape = torch.Size((0, layer.width))
+    elif not x.is_inference():
+        version = x._version
+    rows = rows.detach()
+    return Call(rows, mark, shape, traced=traced, recomputed=recomputed, version=version)
 
 
 def _with_post_gradient(call: Call, layer: ServedLayer, g: Tensor) -> Call:

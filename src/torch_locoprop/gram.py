@@ -17,11 +17,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_locoprop import lanes
 from torch_locoprop.kernels import products
 
 Tensors = dict[str, Tensor]
 
 STRIP = 128  # columns whose products with themselves are computed at once
+# Multiplications up to which, in an ordinary loop, the host takes longer over our kernels than the GPU
+# over cuBLAS's.
+SMALL = 2**31
+# In such a loop a GPU has XᵀX of a layer outside of the graph of its step. That is worth while where it
+# is a fraction of the rows.
+FRACTION = 4
 
 
 class Use(NamedTuple):
@@ -42,15 +49,16 @@ class Use(NamedTuple):
     def is_better(self, x: Tensor, like: Tensor, rows: int) -> bool:
         """Whether the products of all rows are smaller than x, and no more work than by rows.
 
-        ``like`` is the weight as a matrix ``[..., d, n]``.
+        On a GPU much smaller. ``like`` is the weight as a matrix ``[..., d, n]``.
         """
-        n = like.shape[-1]
-        numbers = like[..., :1, :].numel() * (n + 1)
+        d, n = like.shape[-2:]
+        numbers = like.numel() // max(d, 1) * (n + 1)
         if self.precise and like.device.type == "mps":  # which has no float64
             return False
-        if numbers * self.dtype(like).itemsize >= x.numel() * x.element_size():
+        size = numbers * self.dtype(like).itemsize
+        if size * (FRACTION if _is_launched_alone(like) else 1) >= x.numel() * x.element_size():
             return False
-        return self.square or saves_work(rows, like.shape[-2], n, self.gradients)
+        return self.square or saves_work(rows, d, n, self.gradients)
 
 
 @dataclass(frozen=True)
@@ -62,13 +70,14 @@ class Gram:
     rows: int | Tensor
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor | None = None) -> Gram:
-        """Of the rows, each counting ``weight`` ``[rows, 1]`` times.
+    def of(cls, x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gram:
+        """Of the rows, each counting ``weight`` ``[rows, 1]`` times; ``apart`` from a layer's solution.
 
         With all digits even where a user's own products have fewer: an inverse needs them, and so do
         iterations, which are far off at times where the products in both have those of TF32.
         """
-        if weight is None and products.square_fits(x):
+        small = apart and _is_launched_alone(x) and x.numel() * x.shape[-1] <= SMALL
+        if weight is None and not small and products.square_fits(x):
             both = products.square(x)
             return cls(both[..., :-1, :], both[..., -1, :], x.shape[-2])
         with full_products(x):
@@ -135,11 +144,16 @@ class Gram:
         }
 
 
+def _is_launched_alone(x: Tensor) -> bool:
+    """Whether work beside a backward pass is no part of a graph of the whole step."""
+    return x.is_cuda and not lanes.gradients_stay()
+
+
 def square_of(x: Tensor) -> Tensor:
     """``XᵀX``; on a CPU, where work is time, little more than the half of it: it is symmetric."""
-    if not x.is_cpu or x.dim() != 2:
+    n = x.shape[-1]
+    if not x.is_cpu or x.dim() != 2 or n <= STRIP:
         return x.mT @ x
-    n = x.shape[1]
     square = x.new_empty(n, n)
     for start in range(0, n, STRIP):
         end = start + STRIP

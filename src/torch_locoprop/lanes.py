@@ -64,6 +64,11 @@ def as_gradients_come() -> Iterator[None]:
         _gradients_stay = before
 
 
+def gradients_stay() -> bool:
+    """Whether that is so now."""
+    return _gradients_stay
+
+
 def mark() -> torch.cuda.Event | None:
     """What has come so far, if work may start after it."""
     if not (_gradients_stay and _is_capturing()):

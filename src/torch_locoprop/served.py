@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +180,7 @@ class ServedLayer:
         for call in self._pending.pop(backward_pass, ()):
             place = places.setdefault(call.identity, len(self.calls))
             if place == len(self.calls):
-                kept = self._condensed(self._thinned(call))
+                kept = self._condensed(call)
                 self.calls.append(kept.copied() if self.copies else kept)
                 continue
             first = self.calls[place]
@@ -209,16 +209,15 @@ class ServedLayer:
 
     def _thinned(self, call: Call) -> Call:
         """The call with at most ``max_rows`` rows, drawn at random."""
-        if self.max_rows is None or call.x.layout != torch.strided:
+        if self.max_rows is None or call.kept is not None or call.x.layout != torch.strided:
             return call
         positions = self.kind.positions(call.shape)
         samples = self._rows_of(call) // max(positions, 1)
         keep = max(self.max_rows // max(positions, 1), 1)
         if samples <= keep:
             return call
-        generator = torch.Generator(call.x.device).manual_seed(self.row_seed + len(self.calls))
-        order = torch.randperm(samples, generator=generator, device=call.x.device)
-        return call.thinned(self.kind, order[:keep])
+        seed = self.row_seed + len(self.calls)
+        return call.thinned(self.kind, _drawn(call.x.device, seed, samples)[:keep])
 
     def condense(self) -> None:
         """What the calls would have kept, had all been known that is known now."""
@@ -227,19 +226,20 @@ class ServedLayer:
         ]
 
     def _condensed(self, call: Call) -> Call:
-        """The call with XᵀX instead of X, where that is enough, smaller and less work, or with none."""
+        """The call with what the next step needs: no rows, XᵀX where that is less, or rows."""
         own = {id(p) for p in self.given if p.requires_grad or p.grad is not None}
         moved = [name for name, p in self.tensors.items() if id(p) in own]
         use = None if self.use_of_rows is None else self.use_of_rows(self, moved)
-        if use is None or call.x.numel() == 0:
-            return call
         like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
-        if not use.is_any:
+        no_rows = use is not None and not use.is_any
+        if call.sampled is not None or not no_rows:
+            call = self._thinned(call)
+        if no_rows and call.x.numel() > 0:
             gram = Gram.unknown(like, self._rows_of(call))
             return replace(call, x=nothing, g=None, v=None, gram=gram, kept=None, version=None)
-        matrix = self.kind.matrix("weight", like)
-        if call.kept is not None or call.is_overwritten:
+        if use is None or call.x.numel() == 0 or call.kept is not None or call.is_overwritten:
             return call
+        matrix = self.kind.matrix("weight", like)
         if not use.is_better(call.x, matrix, self._rows_of(call)):
             return call
         rows = self.kind.collect([call.x], [call.shape], like)
@@ -397,6 +397,13 @@ class ServedLayer:
         if not rows or len(rows) < len(tensors):
             return None
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
+
+
+@lru_cache(maxsize=8)
+def _drawn(device: torch.device, seed: int, samples: int) -> Tensor:
+    """An order of so many samples, drawn once for all layers of a step."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randperm(samples, generator=generator, device=device)
 
 
 def full_precision(layers: Sequence[ServedLayer]) -> AbstractContextManager[object]:

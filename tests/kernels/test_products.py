@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torch_locoprop import gram, lanes
 from torch_locoprop.gram import Gram
 from torch_locoprop.kernels import on_device, products
 
@@ -37,3 +39,40 @@ def test_what_is_left_to_others(device: str) -> None:
     assert not products.square_fits(x.double())
     assert not products.square_fits(x[:, ::2])
     assert not products.square_fits(x.expand(2, 2, 20, 9))
+
+
+def test_small_products_beside_a_backward_pass_are_those_of_torch(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gram, "_is_launched_alone", lambda x: not lanes.gradients_stay())
+    x = torch.randn(20, 9, device=device)
+    calls: list[int] = []
+    square = products.square
+    monkeypatch.setattr(products, "square", lambda x: (calls.append(len(x)), square(x))[1])
+    by_torch = Gram.of(x, apart=True)
+    assert not calls
+    for own in (Gram.of(x), _in_a_graph_of_the_step(x)):
+        torch.testing.assert_close(own.square, by_torch.square, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(own.total, by_torch.total, rtol=1e-5, atol=1e-4)
+    assert calls == [20, 20]
+    monkeypatch.setattr(gram, "SMALL", 20 * 9 * 9 - 1)
+    Gram.of(x, apart=True)
+    assert calls == [20, 20, 20]
+
+
+def _in_a_graph_of_the_step(x: torch.Tensor) -> Gram:
+    with lanes.as_gradients_come():
+        return Gram.of(x, apart=True)
+
+
+@pytest.mark.parametrize(("n", "condensed"), [(199, True), (784, False)])
+def test_an_ordinary_loop_on_a_gpu_keeps_products_that_are_much_smaller(
+    n: int, condensed: bool
+) -> None:
+    use = gram.Use(gradients=9)
+    with FakeTensorMode():
+        x, weight = torch.empty(1000, n, device="cuda"), torch.empty(500, n, device="cuda")
+        assert use.is_better(x, weight, 1000) == condensed
+        with lanes.as_gradients_come():
+            assert use.is_better(x, weight, 1000)
+    assert use.is_better(torch.empty(1000, n), torch.empty(500, n), 1000)

@@ -77,7 +77,7 @@ class Layer(Protocol):
         ...
 
     def products(self, x: Any, dtype: torch.dtype) -> Gram:
-        """``XᵀX``, in another dtype if need be."""
+        """``XᵀX``, in another dtype if need be, apart from the solution of the problem."""
         ...
 
     def gram(self, x: Any, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:

@@ -222,7 +222,8 @@ class ConvLayer:
             for images in x
             for some in torch.split(images.x, max(AT_ONCE // self._numbers(images), 1))
         ]
-        first, *rest = (Gram.of(self.inputs((part,), True, False).to(dtype)) for part in parts)
+        rows = (self.inputs((part,), True, False).to(dtype) for part in parts)
+        first, *rest = (Gram.of(each, apart=True) for each in rows)
         return sum(rest, first)
 
     def _numbers(self, images: Images) -> int:

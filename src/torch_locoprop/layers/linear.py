@@ -69,7 +69,7 @@ class LinearLayer:
         return 1
 
     def products(self, x: Tensor, dtype: torch.dtype) -> Gram:
-        return Gram.of(x.to(dtype))
+        return Gram.of(x.to(dtype), apart=True)
 
     def gram(self, x: Tensor, d: int, gradients: int, weight: Tensor | None = None) -> Gram | None:
         rows, n = x.shape[-2:]
