@@ -149,7 +149,7 @@ def _name_untimed(axes: Axes, lines: Sequence[Drawn]) -> None:
     """Say in the panel what the legend has and the panel has not."""
     names = [line.series.label for line in lines if line.seconds is None]
     if names:
-        text = textwrap.fill(f"not timed: {', '.join(names)}", 36)
+        text = textwrap.fill(f"not timed: {', '.join(names)}", 26)
         axes.text(0.03, 0.03, text, transform=axes.transAxes, fontsize=8, color=style.FAINT)
 
 
