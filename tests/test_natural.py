@@ -174,3 +174,14 @@ def test_a_frozen_model_draws_nothing() -> None:
     opt = LocoProp(model, variant="natural-s", output_transfer="sigmoid")
     model(batch(7, 6).requires_grad_()).sum().backward()
     assert all(layer.sampled() is None for layer in opt._layers)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rare_labels_are_drawn_as_rarely_in_half_precision(dtype: torch.dtype) -> None:
+    """Random numbers of bfloat16 are multiples of 1/256: one in so many is below any probability."""
+    a = torch.full((200_000, 1), -7.0, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    found = sampled_output_gradient(transfers.get("sigmoid"), a, generator)
+    assert found.dtype == dtype
+    drawn = (found < 0).float().mean()  # f(a) − 1 where the label is one
+    assert 0.0007 < float(drawn) < 0.0012  # of 0.0009, give or take 0.00007

@@ -324,13 +324,18 @@ class _Hook:
         _hooks[self._key] = self
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_exporting():
-            return None
         if torch.compiler.is_compiling():
             from torch_locoprop import taps
 
+            if taps.is_exporting():
+                return None
             if not taps.needs_python(self._key):
                 return taps.trace(self._key, self._method, args)
+            return taps.as_python(self.run, *args)
+        return self.run(*args)
+
+    def run(self, *args: Any) -> Any:
+        """What it does in an ordinary pass."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return None
         capture = self._capture()

@@ -18,22 +18,25 @@ def sampled_output_gradient(transfer: Transfer, a: Tensor, generator: Generator)
     ``a``: outputs ``[..., features]``. Sigmoid predicts Bernoulli variables, softmax a categorical
     one over the last dimension, linear a Gaussian of unit variance.
     """
-    y_hat = transfer.f(a)
-    like: dict[str, Any] = {"dtype": a.dtype, "device": a.device, "generator": generator}
+    # In half precision, numbers between 0 and 1 are too coarse to compare probabilities with.
+    y_hat = transfer.f(at_least_float32(a))
+    like: dict[str, Any] = {"dtype": y_hat.dtype, "device": a.device, "generator": generator}
     # Plain comparisons rather than torch.bernoulli and multinomial, which refuse NaN: a diverged
     # model is reported by its loss, not by a crash in here.
     if transfer.name == "sigmoid":
-        return y_hat - (torch.rand(a.shape, **like) < y_hat).to(a.dtype)
-    if transfer.name == "softmax":
+        found = y_hat - (torch.rand(a.shape, **like) < y_hat).to(y_hat.dtype)
+    elif transfer.name == "softmax":
         below = y_hat.cumsum(-1) <= torch.rand((*a.shape[:-1], 1), **like)
         label = below.sum(-1, keepdim=True).clamp_max(a.shape[-1] - 1)
-        return y_hat - torch.zeros_like(y_hat).scatter_(-1, label, 1.0)
-    if transfer.name == "linear":
-        return torch.randn(a.shape, **like)
-    raise ValueError(
-        f"No predictive distribution is known for the output transfer {transfer.name!r}. "
-        f"Known: {', '.join(PREDICTIVE)}."
-    )
+        found = y_hat - torch.zeros_like(y_hat).scatter_(-1, label, 1.0)
+    elif transfer.name == "linear":
+        found = torch.randn(a.shape, **like)
+    else:
+        raise ValueError(
+            f"No predictive distribution is known for the output transfer {transfer.name!r}. "
+            f"Known: {', '.join(PREDICTIVE)}."
+        )
+    return found.to(a.dtype)
 
 
 def second_moment(rows: Tensor) -> Tensor:
@@ -66,7 +69,7 @@ def cholesky(matrix: Tensor) -> Tensor:
     """
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(at_least_float32(matrix))
-    if bool((info != 0).any()) or not bool(factor.isfinite().all()):
+    if not bool((info == 0).all() & factor.isfinite().all()):  # one look: it waits for a GPU
         precise, info = torch.linalg.cholesky_ex(matrix.double())
         factor = torch.where((info != 0)[..., None, None], torch.nan, precise)
     return factor.to(matrix.dtype)

@@ -51,7 +51,7 @@ from torch_locoprop.outer import (
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.processes import DRIFT, agree, drift_apart
 from torch_locoprop.regularizers import Regularizer
-from torch_locoprop.served import ServedLayer, check_intact, full_precision
+from torch_locoprop.served import Orders, ServedLayer, check_intact, full_precision
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
@@ -606,11 +606,12 @@ class LocoProp(WithFallback):
         steps = next(group["steps"] for group in self._local_groups())
         group_of = self._group_of()
         draw = False
+        orders: Orders = {}
         for layer in self._layers:
             group = group_of[layer.given[0]]
             variant, _ = effective_variant(self._components.variant(group), layer)
             layer.needs = variant.target.needs | self._components.regularizer(group).needs
-            layer.max_rows, layer.row_seed = group["max_rows"], 1000 * steps
+            layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
             known = (group, self._components, self.state, self._diagnosed is not None)
             layer.use_of_rows = partial(use_of_rows, *known)
             if "fisher" in layer.needs:

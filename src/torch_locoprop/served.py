@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from torch_locoprop.transfers import Transfer
 
 _NAMES = ("weight", "bias")
 
+Orders = dict[tuple[int, int, torch.device], Tensor]  # by seed, number and device
 UseOfRows = Callable[["ServedLayer", Collection[str]], Use | None]
 
 
@@ -119,6 +120,7 @@ class ServedLayer:
     compiled: bool = False  # its calls are inside compiled graphs
     max_rows: int | None = None  # to keep of each call
     row_seed: int = 0  # of which ones
+    orders: Orders = field(default_factory=dict)  # of samples, drawn once for all layers of a step
     # What the next step makes of the rows, if it moves these tensors; None: it may need them all.
     use_of_rows: UseOfRows | None = None
     copies: bool = False  # inputs are overwritten after backward passes: keep copies of them
@@ -216,8 +218,13 @@ class ServedLayer:
         keep = max(self.max_rows // max(positions, 1), 1)
         if samples <= keep:
             return call
-        seed = self.row_seed + len(self.calls)
-        return call.thinned(self.kind, _drawn(call.x.device, seed, samples)[:keep])
+        seed, device = self.row_seed + len(self.calls), call.x.device
+        order = self.orders.get((seed, samples, device))
+        if order is None:
+            generator = torch.Generator(device).manual_seed(seed)
+            order = torch.randperm(samples, generator=generator, device=device)
+            self.orders[seed, samples, device] = order
+        return call.thinned(self.kind, order[:keep])
 
     def condense(self) -> None:
         """What the calls would have kept, had all been known that is known now."""
@@ -397,13 +404,6 @@ class ServedLayer:
         if not rows or len(rows) < len(tensors):
             return None
         return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
-
-
-@lru_cache(maxsize=8)
-def _drawn(device: torch.device, seed: int, samples: int) -> Tensor:
-    """An order of so many samples, drawn once for all layers of a step."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return torch.randperm(samples, generator=generator, device=device)
 
 
 def full_precision(layers: Sequence[ServedLayer]) -> AbstractContextManager[object]:

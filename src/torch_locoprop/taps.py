@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo import assume_constant_result
+from torch._dynamo import assume_constant_result, disable
 from torch._dynamo.comptime import ComptimeContext, comptime
 
 from torch_locoprop import capture, detection
@@ -95,12 +95,24 @@ def _role(key: str) -> str:
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
+def is_exporting() -> bool:
+    """Whether the model is exported; up to PyTorch 2.11, what is traced is told that it always is."""
+    return torch.compiler.is_exporting()
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
 def needs_python(key: str) -> bool:
     """Whether a hook has to run as it is, at the price of a break in the graph."""
     if capture.role(key) != "python":
         return False
     capture.note_break(key)
     return True
+
+
+@disable  # type: ignore[untyped-decorator]
+def as_python(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a function, which breaks the graph."""
+    return function(*args)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
