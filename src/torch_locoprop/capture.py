@@ -234,14 +234,12 @@ def _call(
     layer: ServedLayer, x: Tensor, out: Tensor, mark: Mark, *, traced: bool, recomputed: bool
 ) -> Call:
     """What the forward pass tells of a call; of nested tensors that is no rows."""
-    rows, shape, version = x, out.shape, None
     if x.is_nested:
         layer.obstacle = NESTED
         rows = layer.kind.collect([], [], layer.tensors["weight"])
-        shape = torch.Size((0, layer.width))
-    elif not x.is_inference():
-        version = x._version
-    rows = rows.detach()
+        shape, version = torch.Size((0, layer.width)), None
+    else:
+        rows, shape, version = x.detach(), out.shape, None if x.is_inference() else x._version
     return Call(rows, mark, shape, traced=traced, recomputed=recomputed, version=version)
 
 

@@ -237,14 +237,16 @@ class ServedLayer:
         own = {id(p) for p in self.given if p.requires_grad or p.grad is not None}
         moved = [name for name, p in self.tensors.items() if id(p) in own]
         use = None if self.use_of_rows is None else self.use_of_rows(self, moved)
-        like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
         no_rows = use is not None and not use.is_any
         if call.sampled is not None or not no_rows:
             call = self._thinned(call)
-        if no_rows and call.x.numel() > 0:
+        if use is None or call.x.numel() == 0:
+            return call
+        like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
+        if no_rows:
             gram = Gram.unknown(like, self._rows_of(call))
             return replace(call, x=nothing, g=None, v=None, gram=gram, kept=None, version=None)
-        if use is None or call.x.numel() == 0 or call.kept is not None or call.is_overwritten:
+        if call.kept is not None or call.is_overwritten:
             return call
         matrix = self.kind.matrix("weight", like)
         if not use.is_better(call.x, matrix, self._rows_of(call)):
