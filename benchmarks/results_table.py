@@ -24,6 +24,7 @@ from torch_locoprop.study.population_run import without_numbers
 from torch_locoprop.study.runner import RunResult, result_of
 
 EPOCHS = (20, 40, 60, 80)
+TOLD = {"solver": "local {}", "local_steps": "T = {}", "lr": "lr = {:g}", "gamma": "gamma = {:g}"}
 TIMINGS = Path(__file__).parents[1] / "results" / "timings"
 
 
@@ -41,10 +42,8 @@ def is_varied(config: RunConfig) -> bool:
 def label(config: RunConfig) -> str:
     """The method, and what sets it apart from the registered one."""
     own = changed(config)
-    for name, text in (("solver", "local {}"), ("local_steps", "T = {}"), ("lr", "lr = {:g}")):
-        if name in own:
-            return f"{config.method}, {text.format(own[name])}"
-    return config.method
+    told = [text.format(own[name]) for name, text in TOLD.items() if name in own]
+    return ", ".join([config.method, *told])
 
 
 def seconds_per_epoch(config: RunConfig) -> float | None:

@@ -110,6 +110,14 @@ def test_resume_needs_only_the_folder(run: Any) -> None:
     assert "method is 'adam' there and 'sgd' here" in err
 
 
+def test_resuming_what_is_not_there_says_so(run: Any) -> None:
+    code, _, err = run("train", *TINY, "-m", "adam", "--out", "elsewhere", "--resume")
+    assert code == 0
+    assert "No run to go on with in elsewhere: a new one begins." in err
+    code, _, err = run("train", *TINY, "-m", "adam", "--out", "elsewhere", "--resume")
+    assert "No run" not in err
+
+
 def test_a_configuration_file_is_a_start_for_others(run: Any) -> None:
     run("train", *TINY, "-m", "adam", "--set", "lr=0.01", "--out", "first")
     code, out, _ = run(

@@ -29,7 +29,8 @@ def test_the_readme_has_the_table_of_the_runs(task: str) -> None:
     [
         ("locoprop-m", {}, "locoprop-m"),
         ("locoprop-m", {"local_steps": 5}, "locoprop-m, T = 5"),
-        ("locoprop-m", {"solver": "adam", "lr": 1e-3}, "locoprop-m, local adam"),
+        ("locoprop-m", {"solver": "adam", "lr": 1e-3}, "locoprop-m, local adam, lr = 0.001"),
+        ("locoprop-m", {"lr": 2e-5, "gamma": 3.0}, "locoprop-m, lr = 2e-05, gamma = 3"),
         ("rmsprop", {"lr": 3e-5}, "rmsprop, lr = 3e-05"),
         ("kfac@10", {}, "kfac@10"),
     ],

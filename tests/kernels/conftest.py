@@ -31,8 +31,9 @@ def _count_with_new_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+    def patched(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        index = lambda self: int(self.handle.data.item())  # noqa: E731
+        monkeypatch.setattr(tensor, "__index__", index, raising=False)
 
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)

@@ -188,13 +188,13 @@ for _method in (
         "pocoprop-s",
         _locoprop("pocoprop-s"),
         {**_LOCAL, "lr": 1.262e-05, "gamma": 100.0, "momentum": 0.9965, "decay": 0.9816},
-        f"{TUNED}, 12 trials of 26 epochs",
+        f"{TUNED}, 9 trials of 26 epochs",
     ),
     Method(
         "pocoprop-m",
         _locoprop("pocoprop-m"),
         {**_LOCAL, "lr": 1.304e-05, "gamma": 100.0, "momentum": 0.9979, "decay": 0.9181},
-        f"{TUNED}, 12 trials of 26 epochs",
+        f"{TUNED}, 9 trials of 26 epochs",
     ),
     Method(
         "proxprop",

@@ -1,5 +1,6 @@
 """The table of costs: formulas by hand, memory of known work, and a file that is reused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import cost_figure, cost_table, costs
 from torch_locoprop.study.figures.costs import Cost
 from torch_locoprop.study.figures.memory import peak_bytes
+from torch_locoprop.study.figures.protocol import PROTOCOL
 
 LAYER = [(3, 5)]
 
@@ -148,9 +150,9 @@ def test_a_measurement_of_another_environment_stays(
     (committed,) = (tmp_path / "runs" / "costs").iterdir()
     before = committed.read_bytes()
     here["threads"] = 1
-    assert make(only_existing=True).files == ()
+    assert "m1, 2 threads, fp32, torch 2.9." in make(only_existing=True).text
+    assert not said[len(costs.METHODS) :]
     difference = "was measured in another environment (threads is 2 there and 1 here)"
-    assert said[-1] == f"costs: {committed} {difference}, so it is not drawn."
     said.clear()
     made = make()
     assert said[0].startswith(f"costs: {committed} {difference}. It stays as it is; what is")
@@ -159,3 +161,32 @@ def test_a_measurement_of_another_environment_stays(
     assert said[0].endswith(f"goes to {new}.")
     assert make(only_existing=True).text == made.text
     assert len(calls) == 2 * len(costs.METHODS)
+
+
+def test_no_cost_depends_on_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = lambda config: Cost(config.method, 1.0, 2.0, 3.0, 4.0)  # noqa: E731
+    monkeypatch.setattr(costs, "measured", measured)
+    made = cost_figure.make_costs(small.order(tmp_path), str)
+    (path,) = (tmp_path / "runs" / "costs").iterdir()
+    stored = json.loads(path.read_text())
+    for config in stored["configs"]:
+        config["settings"]["lr"] *= 2
+    path.write_text(json.dumps({**stored, "remark": "Twice the rates."}))
+    monkeypatch.setattr(costs, "measured", None)
+    again = cost_figure.make_costs(small.order(tmp_path), str)
+    assert again.text == made.text.replace("whole step.\n", "whole step.\nTwice the rates.\n")
+    stored["configs"][1]["batch_size"] += 1
+    path.write_text(json.dumps(stored))
+    assert cost_figure.make_costs(small.order(tmp_path, only_existing=True), str).files == ()
+
+
+RESULTS = Path(__file__).parents[3] / "results"
+
+
+@pytest.mark.skipif(not RESULTS.is_dir(), reason="a source distribution has no runs")
+def test_the_committed_table_can_be_drawn(tmp_path: Path) -> None:
+    committed = {"scale": PROTOCOL, "folders": (RESULTS,), "without": (), "only_existing": True}
+    text = cost_figure.make_costs(small.order(tmp_path, **committed), str).text
+    table, _, _ = text.partition("Made by")
+    assert table
+    assert table == (RESULTS / "figures" / "costs.md").read_text().partition("Made by")[0]

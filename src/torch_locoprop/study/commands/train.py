@@ -17,6 +17,7 @@ from torch_locoprop.study.commands.shared import (
     parsed,
     run_in,
 )
+from torch_locoprop.study.run_folder import RunFolder
 
 
 def train(
@@ -78,6 +79,8 @@ def train(
     )
     data = load(chosen.dataset, data_dir, quiet)
     folder = out or Path("runs") / chosen.name(data.fingerprint)
+    if resume and not RunFolder(folder).exists:
+        typer.echo(f"No run to go on with in {folder}: a new one begins.", err=True)
     result = run_in(chosen, folder, data, data_dir, quiet=quiet, resume=resume, logs=logs)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))

@@ -42,7 +42,7 @@ def tune(
             "--range",
             metavar="KEY=LOW:HIGH",
             help="Where to search a setting, or its values: gamma=10,100,1000.  "
-            "[dim]default: the paper's[/dim]",
+            "[dim]default: the paper's, wider for some methods; tuning.json has it[/dim]",
         ),
     ] = None,
     trials: Annotated[

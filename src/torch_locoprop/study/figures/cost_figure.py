@@ -12,6 +12,7 @@ from torch_locoprop.study.figures.catalog import entry_of
 from torch_locoprop.study.figures.order import Made, Order, Say
 from torch_locoprop.study.figures.timings import threads_told
 from torch_locoprop.study.machine import environment
+from torch_locoprop.study.population_run import without_numbers
 
 NAME = "costs"
 
@@ -24,10 +25,11 @@ def make_costs(order: Order, say: Say) -> Made:
     path = order.folders[0] / NAME / f"{first.model}-{first.batch_size}-{first.device}.json"
     own = path.with_stem(f"{path.stem}-{_digest(about)}")  # where the other is of something else
     there = cost_table.stored(path)
-    found = [each for each in (there, cost_table.stored(own)) if each and each[1] == about]
+    known = [each for each in (there, cost_table.stored(own)) if each and _same(each[1], about)]
+    found = [each for each in known if each[1].get("environment") == about["environment"]]
     other = f"{path} was measured {_difference(there[1], about)}" if there else ""
-    if found:
-        table = found[0][0]
+    if found or (known and order.only_existing):  # wherever it was measured: the notes tell
+        table, about = (found or known)[0]
     elif order.only_existing:
         say(f"costs: {other or f'nothing was measured for it in {path}'}, so it is not drawn.")
         return Made(NAME, (), (), ("all measurements (not made here)",))
@@ -39,7 +41,7 @@ def make_costs(order: Order, say: Say) -> Made:
             say(f"Measuring {config.method} ({number} of {len(configs)}).")
             table.append(costs.measured(config))
         cost_table.store(own if other else path, table, about)
-    notes = _notes(first, order.command_for(NAME))
+    notes = _notes(first, about, order.command_for(NAME))
     entry = entry_of(NAME)
     subtitle = f"{first.model} autoencoder, b = {first.batch_size}, T = 10"
     if order.scale.note:
@@ -64,6 +66,18 @@ def _about(configs: list[RunConfig]) -> dict[str, Any]:
     return dict(json.loads(json.dumps(about)))
 
 
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether the measurements are of the same methods: no cost depends on a rate."""
+    try:
+        kinds = [
+            [without_numbers(RunConfig.from_dict(config)) for config in each["configs"]]
+            for each in (one, other)
+        ]
+    except (KeyError, TypeError, ValueError):  # of an earlier version
+        return False
+    return kinds[0] == kinds[1]
+
+
 def _digest(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:6]
 
@@ -78,8 +92,8 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
     return f"in another environment ({told})"
 
 
-def _notes(config: RunConfig, command: str) -> list[str]:
-    where = environment(config.device)
+def _notes(config: RunConfig, about: dict[str, Any], command: str) -> list[str]:
+    where = about["environment"]
     counted = "of live tensors" if config.device == "cpu" else "allocated on the device"
     threads = f", {threads_told(where)}" if config.device == "cpu" else ""
     torch = str(where["torch"]).partition("+")[0]
@@ -88,5 +102,6 @@ def _notes(config: RunConfig, command: str) -> list[str]:
         "float32 numbers, Gflop at two a multiply-add, k the interval of @k.",
         f"Measured, beyond BackProp's own step: the most bytes {counted} at a time during a "
         "step, and milliseconds; the last column is the whole step.",
+        *([about["remark"]] if "remark" in about else []),
         f"{where['machine']}{threads}, {config.precision}, torch {torch}. Made by: {command}",
     ]

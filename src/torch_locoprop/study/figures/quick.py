@@ -5,7 +5,7 @@ at one seed; LocoProp's and RMSProp's start from the demo's. They make sensible 
 tuned results.
 """
 
-from torch_locoprop.study.figures.catalog import Scale
+from torch_locoprop.study.figures.catalog import SOLVERS, Scale
 
 IMAGES = (4000, 1000)
 
@@ -19,57 +19,66 @@ _TASK = {
 }
 _RENEWED = ("kfac@10", "shampoo@10")
 
-QUICK = Scale(
-    tasks={
-        "standard": _TASK,
-        "wide": {**_TASK, "model": "784-200-100-24"},
-        "deep": {**_TASK, "model": "784-100-50-50-50-25-12"},
-        "relu": {**_TASK, "transfer": "relu"},
-        "fashion-mnist": _TASK,
-        "curves": _TASK,
-        "batch-100": {**_TASK, "batch_size": 100},
+_SETTINGS = {
+    "sgd": {"lr": 0.1},
+    "momentum": {"lr": 0.01},
+    "nesterov": {"lr": 0.01},
+    "adagrad": {"lr": 0.1},
+    "rmsprop": {"lr": 6e-3, "momentum": 0.83, "decay": 0.9, "eps": 1e-6},
+    "adam": {"lr": 0.012, "momentum": 0.8, "decay": 0.95, "eps": 1e-6},
+    "locoprop-m": {
+        "lr": 2.5e-4,
+        "gamma": 10.0,
+        "momentum": 0.95,
+        "decay": 0.964,
+        "eps": 1.7e-6,
     },
+    "locoprop-s": {
+        "lr": 3.07e-5,
+        "gamma": 1000.0,
+        "momentum": 0.987,
+        "decay": 0.857,
+        "eps": 1e-9,
+    },
+    "exact-s-muon": {"lr": 0.03, "damping": 1.0},
+    "kfac": {"lr": 0.1, "damping": 0.03, "clip": 0.3, "momentum": 0.5},
+    "shampoo": {"lr": 2e-3, "momentum": 0.8, "decay": 0.95},
+    "muon": {"lr": 0.03},
+    "soap": {"lr": 0.03},
+}
+_TASKS = {
+    "standard": _TASK,
+    "wide": {**_TASK, "model": "784-200-100-24"},
+    "deep": {**_TASK, "model": "784-100-50-50-50-25-12"},
+    "relu": {**_TASK, "transfer": "relu"},
+    "fashion-mnist": _TASK,
+    "curves": _TASK,
+    "batch-100": {**_TASK, "batch_size": 100},
+}
+_SOLVERS = {
+    "sgd": {"lr": 1e-3, "gamma": 10.0},
+    "momentum": {"lr": 1e-4, "gamma": 10.0, "momentum": 0.9},
+    "nesterov": {"lr": 1e-4, "gamma": 10.0, "momentum": 0.9},
+    "adagrad": {"lr": 0.05, "gamma": 10.0, "eps": 0.1},
+    "adam": {"lr": 1e-3, "gamma": 10.0, "momentum": 0.9, "decay": 0.99, "eps": 1e-6},
+    "rmsprop": {},
+}
+_ORIGIN = "two to ten trials each at this scale, no tuned results"
+
+QUICK = Scale(
+    tasks=_TASKS,
     renewed={
         "standard": ("kfac@1", "kfac@10", "shampoo@1", "shampoo@10"),
         "wide": ("kfac@10", "shampoo@10", "shampoo@50"),
         "deep": ("kfac@10", "shampoo@10", "shampoo@50"),
         **dict.fromkeys(("relu", "fashion-mnist", "curves", "batch-100"), _RENEWED),
     },
-    settings={
-        "sgd": {"lr": 0.1},
-        "momentum": {"lr": 0.01},
-        "nesterov": {"lr": 0.01},
-        "adagrad": {"lr": 0.1},
-        "rmsprop": {"lr": 6e-3, "momentum": 0.83, "decay": 0.9, "eps": 1e-6},
-        "adam": {"lr": 0.012, "momentum": 0.8, "decay": 0.95, "eps": 1e-6},
-        "locoprop-m": {
-            "lr": 2.5e-4,
-            "gamma": 10.0,
-            "momentum": 0.95,
-            "decay": 0.964,
-            "eps": 1.7e-6,
-        },
-        "locoprop-s": {
-            "lr": 3.07e-5,
-            "gamma": 1000.0,
-            "momentum": 0.987,
-            "decay": 0.857,
-            "eps": 1e-9,
-        },
-        "exact-s-muon": {"lr": 0.03, "damping": 1.0},
-        "kfac": {"lr": 0.1, "damping": 0.03, "clip": 0.3, "momentum": 0.5},
-        "shampoo": {"lr": 2e-3, "momentum": 0.8, "decay": 0.95},
-        "muon": {"lr": 0.03},
-        "soap": {"lr": 0.01},
-    },
+    settings=_SETTINGS,
     special={"deep": {"rmsprop": {"lr": 3e-3}, "kfac": {"damping": 0.01}}},
-    solvers={
-        "sgd": {"lr": 1e-3, "gamma": 10.0},
-        "momentum": {"lr": 1e-4, "gamma": 10.0, "momentum": 0.9},
-        "nesterov": {"lr": 1e-4, "gamma": 10.0, "momentum": 0.9},
-        "adagrad": {"lr": 0.05, "gamma": 10.0, "eps": 0.1},
-        "adam": {"lr": 1e-3, "gamma": 10.0, "momentum": 0.9, "decay": 0.99, "eps": 1e-6},
-        "rmsprop": {},
+    solvers=_SOLVERS,
+    origins={
+        **{task: dict.fromkeys(_SETTINGS, _ORIGIN) for task in _TASKS},
+        SOLVERS: dict.fromkeys(_SOLVERS, _ORIGIN),
     },
     images=IMAGES,
     threads=1,  # more would gain little on such small matrices, and lose all on a busy machine
