@@ -168,6 +168,28 @@ def test_what_is_usual_goes_without_saying(tmp_path: Path) -> None:
     }
 
 
+def test_what_is_usual_is_solid_wherever_it_ranks(tmp_path: Path) -> None:
+    on_gpu = {"device": "cuda", "precision": "tf32"}
+    for loss, settings, fields in (
+        (1.0, {"lr": 0.4, "local_steps": 5}, on_gpu),
+        (2.0, {}, {**on_gpu, "precision": "bf16"}),
+        (3.0, {}, on_gpu),
+        (4.0, {"local_steps": 5}, on_gpu),
+    ):
+        made(tmp_path / f"{loss}", [9.0, loss], "locoprop-m", settings=settings, fields=fields)
+    made(tmp_path / "kfac", [9.0, 5.0], "kfac@3")
+    made(tmp_path / "other", [9.0, 6.0], "kfac@2")  # of the same colour, and as usual
+    (task,) = tasks_in(tmp_path)
+    assert [(series.label, series.dash) for series in task.series] == [
+        ("locoprop-m lr=0.4 local_steps=5", 3),
+        ("locoprop-m precision=bf16", 1),
+        ("locoprop-m", 0),
+        ("locoprop-m local_steps=5", 2),
+        ("kfac@3", 0),
+        ("kfac@2", 1),
+    ]
+
+
 def test_a_setting_that_only_one_run_records_keeps_labels_apart(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0])
     files = made(tmp_path / "b", [9.0, 5.0])

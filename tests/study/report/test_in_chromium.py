@@ -231,6 +231,39 @@ def test_the_legend_hides_and_shows(shown: Any) -> None:
     assert len(curves(shown)) == 5
 
 
+def test_lines_of_one_colour_are_told_apart_by_their_swatches(shown: Any, tmp_path: Path) -> None:
+    for index in range(14):
+        made(tmp_path / f"{index}", [9.0, 2.0 + index], settings={"lr": 0.001 * (index + 1)})
+    tasks = gather.tasks(find([tmp_path])[0])
+    text = page.page("One method", tasks, [gallery(task, 4, None) for task in tasks], [])
+    page.write(tmp_path / "report.html", text)
+    shown.goto((tmp_path / "report.html").as_uri())
+    shown.wait_for_selector("#plot .scatterlayer")
+    look = (
+        "const look = path => { const s = getComputedStyle(path);"
+        " return [s.strokeDasharray, s.stroke, s.strokeWidth]; };"
+    )
+    drawn = (
+        f"(() => {{ {look} return Object.fromEntries("
+        "[...document.querySelectorAll('#plot .trace.scatter')]"
+        ".map(g => [g.__data__[0].trace.name, look(g.querySelector('.js-line'))])); })()"
+    )
+    swatches = (
+        f"place => {{ {look} return Object.fromEntries("
+        "[...document.querySelectorAll(`${place} [data-label]:has(.swatch)`)]"
+        ".map(e => [e.dataset.label, look(e.querySelector('.swatch path'))])); }"
+    )
+    light = shown.evaluate(drawn)
+    assert len({dash for dash, _, _ in light.values()}) == 14
+    for place in ("#legend", "#ranking"):
+        assert shown.evaluate(swatches, place) == light
+    shown.emulate_media(color_scheme="dark")
+    (colour,) = {colour for _, colour, _ in light.values()}
+    eventually(shown, f"Object.values({drawn}).every(([, colour]) => colour !== '{colour}')")
+    for place in ("#legend", "#ranking"):
+        assert shown.evaluate(swatches, place) == shown.evaluate(drawn)
+
+
 def test_seconds_of_runs_that_were_alone_are_told_from_own(shown: Any) -> None:
     shown.locator("#tasks button", has_text="relu").click()
     assert list(curves(shown)) == ["adam", "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;"]

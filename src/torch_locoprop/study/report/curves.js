@@ -1,7 +1,8 @@
 // The curves: what plotly draws for a task and the choices made on the page.
 "use strict";
 
-const DASHES = ["solid", "dash", "dot", "dashdot", "longdash", "longdashdot"];
+/** Pixels of the strokes that broken lines of one colour are made of, before any dots. */
+const STROKES = [10, 4, 20];
 const SHOWN_AT_FIRST = 16;
 /** On paper the size is fixed: a page is laid out for its paper after the last moment to draw. */
 const PRINTED = { autosize: false, width: 680, height: 380 };
@@ -17,6 +18,14 @@ function inked(colour, opacity = 1) {
   const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   const mixed = parts.map((part) => Math.round(part + (255 - part) * light));
   return `rgba(${mixed.join(",")},${opacity})`;
+}
+
+/** The series' strokes and gaps as SVG has them: each further round of strokes has a dot more. */
+function dashes(series) {
+  if (series.dash === 0) return "none";
+  const stroke = STROKES[(series.dash - 1) % STROKES.length];
+  const dots = Math.floor((series.dash - 1) / STROKES.length);
+  return `${stroke}px, 4px${", 2px, 4px".repeat(dots)}`;
 }
 
 /** Text for plotly, which reads some markup in names. */
@@ -50,7 +59,7 @@ function line(series, x, y, width, notes) {
     x,
     y,
     mode: x.length > 1 ? "lines" : "markers",
-    line: { color: inked(series.colour), width, dash: DASHES[series.dash % DASHES.length] },
+    line: { color: inked(series.colour), width, dash: dashes(series) },
     marker: { color: inked(series.colour), size: 8 },
     name: plain(series.label),
     customdata: notes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -119,13 +120,8 @@ def _series(runs: Iterable[Run]) -> tuple[Series, ...]:
         for group in _grouped(runs, _series_key)
     ]
     ranked = sorted((Series("", 0, group) for group in groups), key=_rank)
-    by_colour: dict[str, int] = {}
-    named = []
-    for series, label in zip(ranked, _labels(ranked), strict=True):
-        used = by_colour.get(series.colour, 0)
-        by_colour[series.colour] = used + 1
-        named.append(Series(label, used, series.runs))
-    return tuple(named)
+    named = zip(_labels(ranked), _dashes(ranked), ranked, strict=True)
+    return tuple(Series(label, dash, series.runs) for label, dash, series in named)
 
 
 def _rank(series: Series) -> tuple[int, float, str]:
@@ -143,17 +139,35 @@ def _labels(ranked: Sequence[Series]) -> list[str]:
     return labels
 
 
+def _dashes(ranked: Sequence[Series]) -> list[int]:
+    """Number the series of each colour from 0, those first of which least has to be said."""
+    said = [len(_telling(series, ranked, False)) for series in ranked]
+    used: Counter[str] = Counter()
+    dashes = [0] * len(ranked)
+    for index in sorted(range(len(ranked)), key=said.__getitem__):
+        dashes[index] = used[ranked[index].colour]
+        used[ranked[index].colour] += 1
+    return dashes
+
+
 def _label(series: Series, others: Sequence[Series], whole: bool, digits: str) -> str:
     """The method's name, with what tells the series from those of the same method."""
-    own = series.hyper_parameters
-    rivals = [other.hyper_parameters for other in others if other.method == series.method]
     differing = [
         f"{name}={format(value, digits) if isinstance(value, float) else value}"
-        for name, value in own.items()
-        if any(other.get(name) != value for other in rivals)
-        and (whole or value != _usual(series.method, name, rivals))
+        for name, value in _telling(series, others, whole).items()
     ]
     return " ".join([series.method, *differing])
+
+
+def _telling(series: Series, others: Sequence[Series], whole: bool) -> dict[str, Any]:
+    """What is not the same in all series of the method, and not usual unless `whole`."""
+    rivals = [other.hyper_parameters for other in others if other.method == series.method]
+    return {
+        name: value
+        for name, value in series.hyper_parameters.items()
+        if any(other.get(name) != value for other in rivals)
+        and (whole or value != _usual(series.method, name, rivals))
+    }
 
 
 def _usual(method: str, name: str, rivals: Sequence[dict[str, Any]]) -> Any:

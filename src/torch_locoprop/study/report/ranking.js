@@ -23,10 +23,12 @@ function setting(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
+/** A piece of the line that the series has among the curves. */
 function swatch(series) {
-  const mark = element("span", { class: "swatch", "aria-hidden": "true" });
-  mark.style.setProperty("--own", inked(series.colour));
-  mark.classList.toggle("broken", series.dash > 0);
+  const mark = document.getElementById("swatch").content.firstElementChild.cloneNode(true);
+  const piece = mark.firstElementChild;
+  piece.style.stroke = inked(series.colour);
+  piece.style.strokeDasharray = dashes(series);
   return mark;
 }
 

@@ -46,7 +46,7 @@ class Series:
     """Runs of one configuration, by seed, and what they are called among the others."""
 
     label: str
-    dash: int  # of how many with the same colour it is
+    dash: int  # which line of its colour it is; 0 is solid
     runs: tuple[Run, ...]
 
     @property
