@@ -351,6 +351,22 @@ def test_a_closed_form_that_is_not_renewed_keeps_nothing(
     assert nothing == [False, True, True, False, True, True, False]
 
 
+@pytest.mark.parametrize("max_rows", [None, 7])
+def test_another_closed_form_begins_with_rows_of_its_own(max_rows: int | None) -> None:
+    """Changed before the forward pass of a step in which the former would not have been renewed."""
+    model = network()
+    first, second = (Exact(every=3, damping=damping) for damping in (1.0, 2.0))
+    groups = [
+        {"params": model[0].parameters()},
+        {"params": model[2].parameters(), "solver": second},
+    ]
+    opt = loco(model, solver=first, max_rows=max_rows, param_groups=groups)
+    steps(opt, model, count=4)
+    opt.param_groups[0]["solver"] = opt.param_groups[1]["solver"]
+    steps(opt, model, count=1)
+    assert opt.state[model[0].weight].keys() == opt.state[model[2].weight].keys()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -166,7 +166,9 @@ def use_of_rows(
     columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
     owner = layer.tensors["weight" if "weight" in moved else "bias"]
     number = local_problems_before(group)
-    use = method.solver.use_of_rows(method.local_steps, number, states.get(owner, {}), columns)
+    kept = group["state_of"] in (None, group["solver"])  # step() will forget another solver's
+    state = states.get(owner, {}) if kept else {}
+    use = method.solver.use_of_rows(method.local_steps, number, state, columns)
     if use is not None and (group["gate"] or diagnosed):
         use = use._replace(gradients=use.gradients + 1)
     settled = layer.decided or layer.explicit or not asked.loss.uses_transfer

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import RLock
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,9 @@ from torch_locoprop.kernels import products
 
 Tensors = dict[str, Tensor]
 
+_PRECISION = (
+    RLock()
+)  # that of products is one for all threads: backward passes have one for each GPU
 STRIP = 128  # columns whose products with themselves are computed at once
 # Multiplications up to which, in an ordinary loop, the host takes longer over our kernels than the GPU
 # over cuBLAS's.
@@ -145,7 +149,10 @@ class Gram:
 
 
 def _is_launched_alone(x: Tensor) -> bool:
-    """Whether work beside a backward pass is no part of a graph of the whole step."""
+    """Whether work beside a backward pass is no part of a graph of the whole step.
+
+    Steps of the study count as graphs, all of them: a resumed run begins with some that are none.
+    """
     return x.is_cuda and not lanes.gradients_stay()
 
 
@@ -170,16 +177,17 @@ def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:
 @contextmanager
 def full_products(like: Tensor) -> Iterator[None]:
     """Products with all digits of float32, not with those of TF32."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    if not like.is_cuda or before == "ieee":
+    if not like.is_cuda:
         yield
         return
-    matmul.fp32_precision = "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+    matmul = torch.backends.cuda.matmul
+    with _PRECISION:
+        before = matmul.fp32_precision
+        matmul.fp32_precision = "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = before
 
 
 def _add_product(start: Tensor, left: Tensor, right: Tensor) -> Tensor:

@@ -192,10 +192,10 @@ def test_post_gradients_behind_a_flat_transfer() -> None:
     assert_close(one, other, 1e-12)
 
 
-older = pytest.mark.skipif(VERSION < (2, 11), reason="no model with hooks is exported strictly")
+strictly = pytest.mark.skipif(VERSION < (2, 11), reason="not where the model itself has hooks")
 
 
-@pytest.mark.parametrize("strict", [pytest.param(True, marks=older), False])
+@pytest.mark.parametrize("strict", [pytest.param(True, marks=strictly), False])
 def test_an_exported_model_has_nothing_of_ours(strict: bool) -> None:
     model = network()
     opt = loco(model)

@@ -1,6 +1,7 @@
 """The table of costs: formulas by hand, memory of known work, and a file that is reused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +161,8 @@ def test_a_measurement_of_another_environment_stays(
     (new,) = set(committed.parent.iterdir()) - {committed}
     assert said[0].endswith(f"goes to {new}.")
     assert make(only_existing=True).text == made.text
+    rates = {**small.SCALE.settings, "adam": {"lr": 0.5}}
+    assert make(scale=replace(small.SCALE, settings=rates)).text == made.text
     assert len(calls) == 2 * len(costs.METHODS)
 
 
@@ -175,9 +178,10 @@ def test_no_cost_depends_on_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(costs, "measured", None)
     again = cost_figure.make_costs(small.order(tmp_path), str)
     assert again.text == made.text.replace("whole step.\n", "whole step.\nTwice the rates.\n")
-    stored["configs"][1]["batch_size"] += 1
-    path.write_text(json.dumps(stored))
-    assert cost_figure.make_costs(small.order(tmp_path, only_existing=True), str).files == ()
+    for other in ({"environment": None}, {"configs": stored["configs"][1:]}):
+        changed = {name: value for name, value in {**stored, **other}.items() if value}
+        path.write_text(json.dumps(changed))
+        assert cost_figure.make_costs(small.order(tmp_path, only_existing=True), str).files == ()
 
 
 RESULTS = Path(__file__).parents[3] / "results"

@@ -69,17 +69,18 @@ def _about(configs: list[RunConfig]) -> dict[str, Any]:
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether the measurements are of the same methods: no cost depends on a rate."""
     try:
-        kinds = [
-            [without_numbers(RunConfig.from_dict(config)) for config in each["configs"]]
-            for each in (one, other)
-        ]
+        return "environment" in one and _methods(one) == _methods(other)
     except (KeyError, TypeError, ValueError):  # of an earlier version
         return False
-    return kinds[0] == kinds[1]
+
+
+def _methods(about: dict[str, Any]) -> list[dict[str, Any]]:
+    return [without_numbers(RunConfig.from_dict(config)).to_dict() for config in about["configs"]]
 
 
 def _digest(about: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:6]
+    of = {"methods": _methods(about), "environment": about["environment"]}
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:6]
 
 
 def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:

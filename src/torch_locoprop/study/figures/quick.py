@@ -63,7 +63,9 @@ _SOLVERS = {
     "adam": {"lr": 1e-3, "gamma": 10.0, "momentum": 0.9, "decay": 0.99, "eps": 1e-6},
     "rmsprop": {},
 }
-_ORIGIN = "two to ten trials each at this scale, no tuned results"
+_ORIGIN = (
+    "two to ten trials each at this scale, most on the standard task and T = 10; none is tuned"
+)
 
 QUICK = Scale(
     tasks=_TASKS,
