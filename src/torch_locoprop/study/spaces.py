@@ -104,8 +104,6 @@ KNOWN: Space = {
 """The paper's ranges of the first-order methods, of LocoProp and, for damping, of K-FAC."""
 
 OWN: dict[str, Space] = {
-    # From end to end of the paper's: the best value here, 162, lies between two of its seven.
-    "locoprop-s": {"gamma": Span(10.0, 5000.0)},
     # The paper's, but for damping, whose best value here, 0.3, lies above the paper's upper end of
     # 0.1, and for the bound on the KL divergence, which the paper's K-FAC does not have.
     "kfac": {"lr": Span(1e-7, 10.0), "damping": Span(1e-10, 10.0), "clip": Span(1e-3, 1.0)},
