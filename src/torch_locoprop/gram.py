@@ -23,9 +23,8 @@ from torch_locoprop.kernels import products
 
 Tensors = dict[str, Tensor]
 
-_PRECISION = (
-    RLock()
-)  # that of products is one for all threads: backward passes have one for each GPU
+# The precision of products is one for all threads, of which backward passes have one for each GPU.
+_PRECISION = RLock()
 STRIP = 128  # columns whose products with themselves are computed at once
 # Multiplications up to which, in an ordinary loop, the host takes longer over our kernels than the GPU
 # over cuBLAS's.
@@ -183,6 +182,9 @@ def full_products(like: Tensor) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     with _PRECISION:
         before = matmul.fp32_precision
+        if before == "ieee":
+            yield
+            return
         matmul.fp32_precision = "ieee"
         try:
             yield
