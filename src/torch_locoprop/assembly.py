@@ -14,7 +14,7 @@ from torch_locoprop.exchange import Exchange, averaged
 from torch_locoprop.fisher import running_average, second_moment
 from torch_locoprop.gram import Gram, Use
 from torch_locoprop.groups import Group, decayed, numbers
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop.problem import Before, LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
@@ -123,11 +123,20 @@ def local_problem(
         if "v" in target.needs
         else None,
         fisher=fisher,
+        before=None if relative else _before(layer, group_of),
         base=base,
         products=group["local_products"],
         exchange=exchange,
         number=local_problems_before(group),
     )
+
+
+def _before(layer: ServedLayer, group_of: dict[nn.Parameter, Group]) -> Before | None:
+    """What the forward pass knows of the start, where it was kept."""
+    a, weight = layer.outputs(), layer.with_gradient.get("weight")
+    if a is None or weight is None:
+        return None
+    return Before(a, group_of[weight]["lr"], group_of[weight]["weight_decay"])
 
 
 def _check_rows(layer: ServedLayer, x: Any) -> None:

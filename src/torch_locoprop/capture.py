@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection, transfers
+from torch_locoprop import aside, detection, lanes, transfers
 from torch_locoprop.assignment import NESTED
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.exchange import averaging
@@ -98,6 +98,8 @@ class Capture:
         if self.tracing:
             self._search(x, LAYER_INPUT)
         plain = _not_a_view(out)
+        if layer is not None and (comes_aside := aside.takes(layer, x, out)):
+            plain = aside.output(layer, x, out)
         assert plain.grad_fn is not None
         node = detection.matmul_node(plain.grad_fn)
         mark = detection.mark_layer(node)
@@ -107,6 +109,8 @@ class Capture:
             self.tracing |= not layer.decided  # a layer thawed since the last step
             traced = self.tracing and not recomputed
             call = _call(layer, x, out, mark, traced=traced, recomputed=recomputed)
+            if layer.keeps_output and comes_aside:
+                call = replace(call, a=plain.detach(), a_version=plain._version)
             if self._trains(x):  # the layer it belongs to may be solved before this one
                 call = call.copied()
             cell = _Cell(call)
@@ -158,6 +162,7 @@ class Capture:
 
     def _record(self, layer: ServedLayer, cell: _Cell, g: Tensor) -> None:
         """A backward pass has reached a layer's matrix product with the gradient ``g``."""
+        lanes.main_alone()
         if self._sampling:
             cell.sampled = g
             return

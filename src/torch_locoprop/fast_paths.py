@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from torch_locoprop.kernels import on_device
+from torch_locoprop.layers import Layer
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, Squared
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.targets import GradientDescent, MirrorDescent
 from torch_locoprop.transfers import Linear, Transfer
+
+
+def may_have_kernels(kind: Layer, solver: str, device: torch.device) -> bool:
+    """Whether a layer's problems are such as our kernels take, as far as these tell."""
+    return type(kind) is LinearLayer and solver == "rmsprop" and on_device.has_kernels(device)
 
 
 def transfer_of(problem: LocalProblem) -> type[Transfer] | None:

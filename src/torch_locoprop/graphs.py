@@ -281,7 +281,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 def _inputs(call: Call) -> list[Tensor]:
     """The tensors of a call that its local problem reads."""
     if call.gram is None:
-        return [call.x]
+        return [call.x] if call.output is None else [call.x, call.output]
     if not call.gram.is_known:
         return []
     rows = call.gram.rows
@@ -291,7 +291,11 @@ def _inputs(call: Call) -> list[Tensor]:
 def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
     """The call with other tensors for those of ``_inputs``."""
     if call.gram is None:
-        return replace(call, x=next(inputs))
+        read = replace(call, x=next(inputs), a=None)
+        if call.output is None:
+            return read
+        a = next(inputs)
+        return replace(read, a=a, a_version=a._version)
     if not call.gram.is_known:
         return call
     gram = replace(call.gram, square=next(inputs), total=next(inputs))

@@ -11,14 +11,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 
 import torch
+from torch import Tensor
 
-LANES = 8  # at most: a lane's memory is its own
+LANES = 24  # at most
+FEW = 4  # where libraries take memory for each of them: cuBLAS 32 MiB on this GPU's kind
+BESIDE = 4  # likewise
 
 Lane = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
 
 
 @contextmanager
-def lanes() -> Iterator[Lane]:
+def lanes(most: int = LANES) -> Iterator[Lane]:
     """Give ``lane``: work inside ``with lane(None):`` starts after all that came before ``lanes()``.
 
     Or, given a mark, after what came before that. Everything afterwards comes after all of it. Tensors
@@ -32,7 +35,7 @@ def lanes() -> Iterator[Lane]:
 
     @contextmanager
     def lane(after: torch.cuda.Event | None) -> Iterator[None]:
-        used.append(streams[len(used)] if len(used) < LANES else used.pop(0))
+        used.append(streams[len(used)] if len(used) < most else used.pop(0))
         if after is None:
             used[-1].wait_stream(main)
         else:
@@ -48,20 +51,29 @@ def lanes() -> Iterator[Lane]:
 
 
 _gradients_stay = False
+_beside: torch.cuda.Stream | None = None  # where the work beside goes now
+_beside_all: list[torch.cuda.Stream] = []  # and where all of it went
+_held: list[Tensor] = []  # what it reads, which must not be written over meanwhile
 
 
 @contextmanager
 def as_gradients_come() -> Iterator[None]:
     """Between here and the end, nobody changes a gradient or reads a weight after its layer's backward.
 
-    Then the work of a layer may start beside the backward passes of the layers before it.
+    Nor has anything but the layer a share in its gradients. Then the work of a layer may start beside
+    the backward passes of the layers before it. All of it is done at the end.
     """
     global _gradients_stay
     before, _gradients_stay = _gradients_stay, True
     try:
         yield
+        for stream in _beside_all:
+            torch.cuda.current_stream().wait_stream(stream)
     finally:
         _gradients_stay = before
+        main_alone()
+        _beside_all.clear()
+        _held.clear()
 
 
 def gradients_stay() -> bool:
@@ -70,12 +82,46 @@ def gradients_stay() -> bool:
 
 
 def mark() -> torch.cuda.Event | None:
-    """What has come so far, if work may start after it."""
-    if not (_gradients_stay and _is_capturing()):
+    """What has come so far, beside too, if work may start after it."""
+    if not _starts_early():
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
+    event, main = torch.cuda.Event(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
+    if _beside is not None:
+        _beside.wait_stream(main)
+    event.record(_beside or main)
     return event
+
+
+def open_beside(*read: Tensor) -> None:
+    """Let work beside begin here: after what came so far, and before what comes next."""
+    global _beside
+    if not _starts_early():
+        return
+    _beside = _streams_beside(torch.cuda.current_device())[len(_beside_all) % BESIDE]
+    _beside.wait_stream(torch.cuda.current_stream())
+    _beside_all.append(_beside)
+    _held.extend(read)
+
+
+def main_alone() -> None:
+    """From here on there is no work beside."""
+    global _beside
+    _beside = None
+
+
+@contextmanager
+def beside(*read: Tensor) -> Iterator[None]:
+    """Work inside is beside, if that is open."""
+    if _beside is None:
+        yield
+        return
+    _held.extend(read)
+    with torch.cuda.stream(_beside):
+        yield
+
+
+def _starts_early() -> bool:
+    return _gradients_stay and _is_capturing()
 
 
 def _is_capturing() -> bool:
@@ -86,6 +132,13 @@ def _is_capturing() -> bool:
 def _streams(device: int) -> list[torch.cuda.Stream]:
     """Made once: torch has few of them, and gives the same to several who ask."""
     return [torch.cuda.Stream(device) for _ in range(LANES)]  # type: ignore[no-untyped-call]
+
+
+@cache
+def _streams_beside(device: int) -> list[torch.cuda.Stream]:
+    """Ahead of the lanes, which wait for what they do."""
+    make = torch.cuda.Stream
+    return [make(device, priority=-1) for _ in range(BESIDE)]  # type: ignore[no-untyped-call]
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:

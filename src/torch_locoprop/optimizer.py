@@ -30,6 +30,7 @@ from torch_locoprop.assignment import (
 from torch_locoprop.capture import Capture
 from torch_locoprop.diagnostics import Diagnostics, LayerDiagnostics, measured, timed
 from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
+from torch_locoprop.fast_paths import may_have_kernels
 from torch_locoprop.groups import (
     Group,
     check_agreement,
@@ -40,7 +41,7 @@ from torch_locoprop.groups import (
     warn_of_ignored,
 )
 from torch_locoprop.guards import all_finite, come_to_rest, guarded, is_finite, write_if
-from torch_locoprop.lanes import current, lanes
+from torch_locoprop.lanes import FEW, LANES, current, lanes
 from torch_locoprop.outer import (
     OuterFactory,
     as_gradient,
@@ -56,7 +57,7 @@ from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
 from torch_locoprop.survey import check_any_served, newcomers, patterns_of, survey
-from torch_locoprop.transfers import Transfer, get
+from torch_locoprop.transfers import Linear, Transfer, get
 from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
@@ -340,7 +341,12 @@ class LocoProp(WithFallback):
         def solve() -> dict[nn.Parameter, Tensor]:
             group_of = self._group_of()
             directions: dict[nn.Parameter, Tensor] = {}
-            with lanes() as lane:
+            solvers = [self._components.solver(group_of[layer.given[0]]) for layer in trained]
+            by_kernels = all(
+                may_have_kernels(layer.kind, solver.name, device)
+                for layer, solver in zip(trained, solvers, strict=True)
+            )
+            with lanes(LANES if by_kernels else FEW) as lane:
                 for layer in reversed(trained):  # the last one's gradient is the first to be there
                     own = layer.given[0].device
                     with current(own), lane(layer.ready), timed(self._diagnosed, layer.name, own):
@@ -611,6 +617,10 @@ class LocoProp(WithFallback):
             group = group_of[layer.given[0]]
             variant, _ = effective_variant(self._components.variant(group), layer)
             layer.needs = variant.target.needs | self._components.regularizer(group).needs
+            bent = variant.loss.uses_transfer and not variant.loss.is_quadratic(
+                layer.transfer or Linear()
+            )
+            layer.keeps_output = bent and group["local_steps"] > 1
             layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
             known = (group, self._components, self.state, self._diagnosed is not None)
             layer.use_of_rows = partial(use_of_rows, *known)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,11 +23,24 @@ from torch_locoprop.gram import Gram, saves_work
 from torch_locoprop.layers import Layer
 from torch_locoprop.losses import LocalLoss
 from torch_locoprop.regularizers import Metric, Regularizer
-from torch_locoprop.spread import Number
+from torch_locoprop.spread import Number, spread
 from torch_locoprop.targets import Target
 from torch_locoprop.transfers import Transfer
 
 Tensors = dict[str, Tensor]
+
+
+class Before(NamedTuple):
+    """What the forward pass knows of the start: it was at a weight that has shrunk since."""
+
+    a: Tensor  # its pre-activations [..., rows, d]
+    lr: Number  # of the weight, one or [K], and likewise
+    weight_decay: Number  # their product is what the weight has lost
+
+    def at_start(self, bias: Tensor | None) -> Tensor:
+        """The pre-activations at the start, of which the bias is part as it was."""
+        lost = spread(self.lr * self.weight_decay, self.a)
+        return self.a - lost * (self.a if bias is None else self.a - bias.unsqueeze(-2))
 
 
 @dataclass(frozen=True)
@@ -50,6 +63,7 @@ class LocalProblem:
     g: Tensor | None = None  # [..., rows, d], ∂L/∂a over row_weight, where the target asks for it
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
+    before: Before | None = None
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
     products: str = "full"  # or "bf16": how exact those after the first gradient need to be
     exchange: Exchange | None = None  # with the processes that have other rows of the problem
@@ -58,6 +72,8 @@ class LocalProblem:
     @cached_property
     def a0(self) -> Tensor:
         """The pre-activations at the start."""
+        if self.before is not None:
+            return self.before.at_start((self.start | self.fixed).get("bias"))
         return self._forward(self.start)
 
     @cached_property

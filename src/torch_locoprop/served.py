@@ -68,11 +68,18 @@ class Call:
     kept: Tensor | None = None  # which samples these are, where not all were kept
     gram: Gram | None = None  # instead of x, where that is all that is needed
     version: int | None = None  # of x in the forward pass, where others may write to it
+    a: Tensor | None = None  # the output, where it was kept
+    a_version: int = 0  # likewise
 
     @property
     def is_overwritten(self) -> bool:
         known = self.version is not None and self.x.numel() > 0
         return known and self.x._version != self.version
+
+    @property
+    def output(self) -> Tensor | None:
+        """What the layer returned, where it was kept and is still that."""
+        return self.a if self.a is not None and self.a._version == self.a_version else None
 
     def thinned(self, kind: Layer, samples: Tensor) -> Call:
         """The same call with some of its samples only."""
@@ -80,7 +87,7 @@ class Call:
         parts: dict[str, Any] = {
             name: kind.take(t, samples) for name, t in recorded.items() if t is not None
         }
-        return replace(self, kept=samples, version=None, **parts)
+        return replace(self, kept=samples, version=None, a=None, **parts)
 
     def copied(self) -> Call:
         """The same call with an input of its own."""
@@ -123,6 +130,8 @@ class ServedLayer:
     orders: Orders = field(default_factory=dict)  # of samples, drawn once for all layers of a step
     # What the next step makes of the rows, if it moves these tensors; None: it may need them all.
     use_of_rows: UseOfRows | None = None
+    outputs_aside: int = 0  # since the last step, whose gradients come aside
+    keeps_output: bool = False  # for the step to know what the layer returned, where it can
     copies: bool = False  # inputs are overwritten after backward passes: keep copies of them
     together: Together | None = None  # with other processes
     ready: torch.cuda.Event | None = None  # since when the gradients are, if a step may know
@@ -182,7 +191,8 @@ class ServedLayer:
         for call in self._pending.pop(backward_pass, ()):
             place = places.setdefault(call.identity, len(self.calls))
             if place == len(self.calls):
-                kept = self._condensed(call)
+                with lanes.beside(call.x):
+                    kept = self._condensed(call)
                 self.calls.append(kept.copied() if self.copies else kept)
                 continue
             first = self.calls[place]
@@ -335,6 +345,7 @@ class ServedLayer:
         self.counts[what] = known
 
     def clear(self) -> None:
+        self.outputs_aside = 0
         self.calls.clear()
         self._pending.clear()
         self._replacing.clear()
@@ -367,6 +378,10 @@ class ServedLayer:
     def _collected(self, calls: Sequence[Call]) -> Any:
         inputs, outputs = [call.x for call in calls], [call.shape for call in calls]
         return self.kind.collect(inputs, outputs, self.tensors["weight"])
+
+    def outputs(self) -> Tensor | None:
+        """a ``[rows, d]``, where it was kept."""
+        return self.calls[0].output if len(self.calls) == 1 else None
 
     def gradients(self) -> Tensor | None:
         """∂L/∂a ``[rows, d]``, where recorded."""

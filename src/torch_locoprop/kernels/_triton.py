@@ -115,16 +115,25 @@ def change(note, a, TRANSFER: tl.constexpr):
 
 @triton.jit
 def note_all(
-    base, start, rows, TRANSFER: tl.constexpr, HAS_START: tl.constexpr, BLOCK: tl.constexpr
-):
-    """``a₀ [d, rows]``, in place, as what ``change`` has to know of it; the bias is added first."""
-    feature = tl.program_id(0)  # of any member
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = feature.to(tl.int64) * rows + row
-    z = tl.load(base + at, row < rows)
-    if HAS_START:
-        z += tl.load(start + feature)
-    tl.store(base + at, noted(z, TRANSFER), row < rows)
+    a, bias, notes, eta, weight_decay, rows, d, eta_at: tl.constexpr, decay_at: tl.constexpr,
+    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What ``change`` has to know of ``a₀``, as ``[d, rows]``, from ``a [rows, d]``.
+
+    That was at a weight from which weight decay has taken its part since.
+    """
+    k = tl.program_id(2)
+    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    feature = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = (row[:, None] < rows) & (feature[None, :] < d)
+    z = tl.load(a + (k * rows + row[:, None]) * d + feature[None, :], inside, 0.0)
+    b = tl.full((TILE,), 0.0, tl.float32)
+    if HAS_BIAS:
+        b = tl.load(bias + k * d + feature, feature < d, 0.0)
+    z -= number(eta, k, eta_at) * number(weight_decay, k, decay_at) * (z - b[None, :])
+    at = (k * d + feature[:, None]) * rows + row[None, :]
+    here = (feature[:, None] < d) & (row[None, :] < rows)
+    tl.store(notes + at, tl.trans(noted(z, TRANSFER)), here)
 
 
 @triton.jit
@@ -209,28 +218,35 @@ def turn(x, table, rows, lead, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def write_residual(a, notes, delta, k, d, rows, b, feature, row, TRANSFER: tl.constexpr):
+def write_residual(
+    a, notes, delta, k, d, rows, b, feature, row, TRANSFER: tl.constexpr, NOTES: tl.constexpr
+):
     inside = row[None, :] < rows
-    note = tl.full((1, 1), 0.0, tl.float32)
-    if TRANSFER != LINEAR:
-        note = tl.load(notes + (k * d + (feature % d)[:, None]) * rows + row[None, :], inside, 0.0)
-    lead = (rows + 7) // 8 * 8
-    at = (k * d + feature[:, None]) * lead + row[None, :]
-    here = (feature[:, None] < d) & (row[None, :] < lead)
-    tl.store(delta + at, tl.where(inside, change(note, a + b[:, None], TRANSFER), 0.0), here)
+    noted_at = (k * d + (feature % d)[:, None]) * rows + row[None, :]
+    if NOTES:
+        here = (feature[:, None] < d) & inside
+        tl.store(notes + noted_at, noted(a + b[:, None], TRANSFER), here)
+    else:
+        note = tl.full((1, 1), 0.0, tl.float32)
+        if TRANSFER != LINEAR:
+            note = tl.load(notes + noted_at, inside, 0.0)
+        lead = (rows + 7) // 8 * 8
+        at = (k * d + feature[:, None]) * lead + row[None, :]
+        here = (feature[:, None] < d) & (row[None, :] < lead)
+        tl.store(delta + at, tl.where(inside, change(note, a + b[:, None], TRANSFER), 0.0), here)
 
 
 @triton.jit
 def residual(
     left, right, notes, bias, delta, n_units, row_units, d, right_rows,
-    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr,
+    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, NOTES: tl.constexpr,
     N_UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, PRECISION: tl.constexpr, IN_BLOCKS: tl.constexpr,
     TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """``δ = f(a₀ + W Xᵀ + b) − f(a₀)`` for displacements ``W [d, n]``, the left, and ``b [d]``.
 
     Of ``a₀ [d, rows]`` there are the notes; ``X [rows, n]`` is the right. The columns of δ are filled
-    up with zeros to a multiple of eight.
+    up with zeros to a multiple of eight. Or, for W and b themselves, ``a₀ = W Xᵀ + b`` as notes.
     """
     k = tl.program_id(2)
     n, rows = n_units * N_UNIT, row_units * ROW_UNIT  # the compiler knows what divides them
@@ -246,7 +262,7 @@ def residual(
     parts = columns_by_four(a, TALL, BROAD)
     for q in tl.static_range(4):
         row = begin + q * (BROAD // 4) + tl.arange(0, BROAD // 4)
-        write_residual(parts[q], notes, delta, k, d, rows, b, feature, row, TRANSFER)
+        write_residual(parts[q], notes, delta, k, d, rows, b, feature, row, TRANSFER, NOTES)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fast_paths import transfer_of
-from torch_locoprop.gram import Gram, full_products
+from torch_locoprop.gram import Gram
 from torch_locoprop.kernels import on_device, products, rmsprop
 from torch_locoprop.kernels.products import apart, factors, members, own_rows, padded, turned, unit
 from torch_locoprop.kernels.rmsprop import Moving
@@ -59,6 +59,9 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
     tensors += [*problem.fixed.values(), *problem.base.values()]
     own = [number for each in numbers.values() for number in rmsprop.numbers_of(each)]
     own.append(problem.gamma)
+    if problem.before is not None:
+        tensors.append(problem.before.a)
+        own += problem.before[1:]
     (d, n), rows = weight.shape[-2:], x.shape[-2]
     countable = products.is_countable(members(weight), d, n, rows)
     return x.dtype == torch.float32 and countable and rmsprop.fits(tensors, own)
@@ -137,8 +140,7 @@ def _sums(weight: Tensor, total: Tensor, broad: int) -> Tensor:
     """``W Xᵀ1`` with all digits, in as many parts as there are programs side by side."""
     *lead, d, n = weight.shape
     sums = weight.new_zeros(*lead, -(-n // broad), d)
-    with full_products(weight):
-        sums[..., :1, :] = (weight @ total.unsqueeze(-1)).mT
+    torch.sum(weight * total.unsqueeze(-2), -1, out=sums[..., 0, :])
     return sums
 
 
@@ -157,18 +159,9 @@ class ByRows:
 
     def residual(self) -> None:
         """By how much the transfer's values have changed."""
-        weight, bias = self._at["weight"].tensor, self._at.get("bias")
-        (d, n), (rows, lead) = weight.shape[-2:], (self._x.shape[-2], self._delta.shape[-1])
-        precision = _precision(self._problem)
-        parts = products.RESIDUAL[precision]
-        *operands, in_blocks = factors(self._rounded, self._x, parts)
-        on_device.kernels().residual[parts.grid(lead, d, members(weight))](
-            *operands, self._notes, self._notes if bias is None else bias.tensor, self._delta,
-            n // unit(n), rows // unit(rows), d, apart(self._x),
-            TRANSFER=TRANSFERS[transfer_of(self._problem)], HAS_BIAS=bias is not None,
-            N_UNIT=unit(n), ROW_UNIT=unit(rows), IN_BLOCKS=in_blocks,
-            **parts.options(precision),
-        )  # fmt: skip
+        bias, precision = self._at.get("bias"), _precision(self._problem)
+        own = None if bias is None else bias.tensor
+        _residual(self._problem, self._rounded, own, self._x, self._notes, self._delta, precision)
 
     def step(self, numbers: Numbers, step: Step) -> None:
         """The solver's, with the gradient that follows from it."""
@@ -176,19 +169,47 @@ class ByRows:
 
 
 def _notes(problem: LocalProblem, x: Tensor) -> Tensor:
-    """What has to be known of the preactivations at the start: ``[d, rows]``."""
-    transfer = transfer_of(problem)
+    """What has to be known of the pre-activations at the start: ``[d, rows]``."""
+    transfer, before = transfer_of(problem), problem.before
     if transfer is Linear:
         return x  # a pointer that is not read
     origin = problem.fixed | problem.start
     origin |= {name: origin[name] + tensor for name, tensor in problem.base.items()}
-    a = torch.matmul(origin["weight"], x.mT).contiguous()
-    start, rows = origin.get("bias"), x.shape[-2]
-    on_device.kernels().note_all[(a.numel() // rows, -(-rows // products.NOTED))](
-        a, a if start is None else start.contiguous(), rows,
-        TRANSFER=TRANSFERS[transfer], HAS_START=start is not None, BLOCK=products.NOTED,
+    bias = origin["bias"].contiguous() if "bias" in origin else None
+    weight, rows = origin["weight"].contiguous(), x.shape[-2]
+    notes = weight.new_empty(*weight.shape[:-1], rows)
+    if before is None:
+        _residual(problem, weight, bias, x, notes, None, on_device.precision())
+        return notes
+    d, tile = weight.shape[-2], products.TURNED
+    on_device.kernels().note_all[(-(-rows // tile), -(-d // tile), members(weight))](
+        before.a, notes if bias is None else bias, notes, before.lr, before.weight_decay, rows, d,
+        rmsprop.place(before.lr), rmsprop.place(before.weight_decay),
+        TRANSFER=TRANSFERS[transfer], HAS_BIAS=bias is not None, TILE=tile,
     )  # fmt: skip
-    return a
+    return notes
+
+
+def _residual(
+    problem: LocalProblem,
+    weight: Tensor,
+    bias: Tensor | None,
+    x: Tensor,
+    notes: Tensor,
+    delta: Tensor | None,
+    precision: str,
+) -> None:
+    """Write what these displacements change; or, without a place for it, notes of what these give."""
+    (d, n), rows = weight.shape[-2:], x.shape[-2]
+    parts = products.RESIDUAL[precision]
+    *operands, in_blocks = factors(weight, x, parts)
+    on_device.kernels().residual[parts.grid(padded(rows), d, members(weight))](
+        *operands, notes, notes if bias is None else bias, notes if delta is None else delta,
+        n // unit(n), rows // unit(rows), d, apart(x),
+        TRANSFER=TRANSFERS[transfer_of(problem)], HAS_BIAS=bias is not None, NOTES=delta is None,
+        N_UNIT=unit(n), ROW_UNIT=unit(rows), IN_BLOCKS=in_blocks,
+        **parts.options(precision),
+    )  # fmt: skip
 
 
 def _stepped(

@@ -44,15 +44,13 @@ RESIDUAL = {
 STEP = {**RESIDUAL, "bf16": Parts(64, 128, 64, 4, 3)}
 """The fastest of those that were tried on an H200, by the precision of products."""
 
-NOTED = 1024  # rows that one program takes
 TURNED = 64  # rows and columns that one program takes to transpose
 
 
 def is_countable(members: int, d: int, n: int, rows: int) -> bool:
     """Whether entries of residuals and inputs have numbers of 32 bits, and programs those of 16."""
     entries = members * max(d, n + 1) * (rows + 7)
-    programs = max(-(-max(d, n + 1) // TURNED), -(-rows // NOTED))
-    return entries < 2**31 and programs < 2**16
+    return entries < 2**31 and -(-max(d, n + 1) // TURNED) < 2**16
 
 
 def square_fits(x: Tensor) -> bool:
@@ -76,8 +74,8 @@ def square(x: Tensor) -> Tensor:
         left, right, in_blocks = factors(table, table, parts)
         on_device.kernels().residual[parts.grid(found.shape[-1], columns, members(own))](
             left, right, found, found, found, inner // unit(inner), columns, columns, apart(table),
-            TRANSFER=0, HAS_BIAS=False, N_UNIT=unit(inner), ROW_UNIT=1, IN_BLOCKS=in_blocks,
-            **parts.options(precision),
+            TRANSFER=0, HAS_BIAS=False, NOTES=False,
+            N_UNIT=unit(inner), ROW_UNIT=1, IN_BLOCKS=in_blocks, **parts.options(precision),
         )  # fmt: skip
     return found[..., :n].expand(*x.shape[:-2], columns, n)
 

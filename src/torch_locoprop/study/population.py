@@ -23,7 +23,7 @@ from torch_locoprop.fisher import running_average, sampled_output_gradient, seco
 from torch_locoprop.kernels import on_device, writing
 from torch_locoprop.lanes import lanes
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop.problem import Before, LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
 from torch_locoprop.solvers.base import Checked
@@ -240,6 +240,7 @@ class Population:
             g=g / of_each if "g" in method.variant.target.needs else None,
             v=v / of_each if v is not None and "v" in method.variant.target.needs else None,
             fisher=fisher,
+            before=Before(a, lr, self.numbers["weight_decay"]),
             products=method.local_products,
         )
         solver = SOLVERS["sgd"] if output else method.solver

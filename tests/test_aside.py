@@ -1,0 +1,188 @@
+"""Gradients that come aside are those of autograd; here on one stream, as outside of a recording."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp, aside, lanes
+from torch_locoprop.layers import linear
+from torch_locoprop.served import ServedLayer
+
+
+class Twice(nn.Module):
+    """Calls a layer two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.again(self.again(x).tanh()).tanh())
+
+
+def mlp(transfer: Callable[[], nn.Module] = nn.Tanh, bias: bool = True) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 8, bias=bias), transfer(), nn.Linear(8, 5), transfer(), nn.Linear(5, 3)
+    )
+
+
+def frozen() -> nn.Sequential:
+    model = mlp()
+    model[2].weight.requires_grad_(False)
+    return model
+
+
+def trained(
+    model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, on: bool, **settings: Any
+) -> tuple[nn.Module, list[str]]:
+    """After four steps; and which layers had their gradients aside."""
+    taken = []
+    output = aside.output
+
+    def noted(layer: ServedLayer, *args: Any) -> Tensor:
+        taken.append(layer.name)
+        return output(layer, *args)
+
+    monkeypatch.setattr(aside, "output", noted)
+    monkeypatch.setattr(aside, "_is_worth_while", lambda x: on)
+    torch.manual_seed(0)
+    own = model().double()
+    backward_passes = settings.pop("backward_passes", 1)
+    opt = LocoProp(own, **{"lr": 1e-3, "gamma": 5.0, "weight_decay": 0.3, **settings})
+    for _ in range(4):
+        x, y = torch.randn(12, 6).double(), torch.randn(12, 3).double()
+        with lanes.as_gradients_come():
+            loss = nn.functional.mse_loss(own(x), y, reduction="sum")
+            for left in reversed(range(backward_passes)):
+                loss.backward(retain_graph=left > 0)
+            opt.step()
+        opt.zero_grad()
+    monkeypatch.setattr(aside, "output", output)
+    return own, taken
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "layers"),
+    [
+        pytest.param(mlp, {}, ["0", "2", "4"], id="LocoProp-M"),
+        pytest.param(mlp, {"local_steps": 1}, ["0", "2", "4"], id="BackProp"),
+        pytest.param(mlp, {"variant": "locoprop-s"}, ["0", "2", "4"], id="LocoProp-S"),
+        pytest.param(mlp, {"variant": "pocoprop-m"}, ["0", "2", "4"], id="PocoProp-M"),
+        pytest.param(mlp, {"gate": True, "cap": 0.01}, ["0", "2", "4"], id="gate and cap"),
+        pytest.param(mlp, {"max_rows": 5}, ["0", "2", "4"], id="some rows"),
+        pytest.param(mlp, {"local_reduction": "mean"}, ["0", "2", "4"], id="mean"),
+        pytest.param(mlp, {"backward_passes": 2}, ["0", "2", "4"], id="two passes"),
+        pytest.param(lambda: mlp(nn.ReLU), {}, ["0", "2", "4"], id="ReLU"),
+        pytest.param(
+            lambda: mlp(lambda: nn.ReLU(inplace=True)), {}, ["0", "2", "4"], id="in place"
+        ),
+        pytest.param(lambda: mlp(bias=False), {}, ["2", "4"], id="no bias"),
+        pytest.param(frozen, {}, ["0", "4"], id="frozen"),
+        pytest.param(Twice, {}, ["again", "again", "last"], id="called twice"),
+    ],
+)
+def test_the_same_training(
+    model: Callable[[], nn.Module],
+    settings: dict[str, Any],
+    layers: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, none = trained(model, monkeypatch, on=False, **settings)
+    other, taken = trained(model, monkeypatch, on=True, **settings)
+    assert (none, taken) == ([], 4 * layers)
+    for one, same in zip(plain.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(same, one, rtol=1e-12, atol=1e-14)
+
+
+def test_the_output_is_taken_for_the_preactivations_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which spares a product in each step, once the layer's transfer is known."""
+    forward, calls = linear.LinearLayer.forward, []
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(linear.LinearLayer, "forward", counted)
+    counts = []
+    for on in (False, True):
+        calls.clear()
+        trained(mlp, monkeypatch, on, local_steps=3)
+        counts.append(len(calls))
+    hidden, steps_that_know = 2, 3
+    assert counts[0] - counts[1] == hidden * steps_that_know
+
+
+def test_an_output_that_was_written_over_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    outputs = ServedLayer.outputs
+
+    def noted(self: ServedLayer) -> Tensor | None:
+        found.append((self.name, outputs(self) is None))
+        return outputs(self)
+
+    monkeypatch.setattr(ServedLayer, "outputs", noted)
+    trained(lambda: mlp(lambda: nn.ReLU(inplace=True)), monkeypatch, on=True)
+    assert ("0", True) in found
+    assert ("0", False) not in found
+
+
+def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy would be made on another stream than that which computes them."""
+    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    multiplied, places = torch.mv, []
+
+    def noted(*args: Tensor) -> Tensor:
+        found = multiplied(*args)
+        places.append(found.data_ptr())
+        return found
+
+    monkeypatch.setattr(torch, "mv", noted)
+    model = mlp()
+    opt = LocoProp(model, lr=1e-3)
+    with lanes.as_gradients_come():
+        model(torch.randn(12, 6)).sum().backward()
+        biases = [layer.bias.grad for layer in model if isinstance(layer, nn.Linear)]
+        assert places == [bias.data_ptr() for bias in reversed(biases)]
+        assert all(layer.weight.grad.is_contiguous() for layer in model[::2])
+        opt.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "opened"), [(mlp, ["4", "2"]), (Twice, ["last"])], ids=["each once", "one twice"]
+)
+def test_beside_only_where_there_is_no_sum_to_wait_for(
+    make: Callable[[], nn.Module], opened: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not for the first layer: nothing below would have to wait."""
+    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    model, found = make(), []
+    opt = LocoProp(model, lr=1e-3)
+    names = {m.weight.shape: name for name, m in model.named_modules() if hasattr(m, "weight")}
+
+    def noted(g: Tensor, x: Tensor) -> None:
+        found.append(names[torch.Size((g.shape[1], x.shape[1]))])
+
+    monkeypatch.setattr(lanes, "open_beside", noted)
+    with lanes.as_gradients_come():
+        loss = model(torch.randn(12, 6)).sum()
+        loss.backward(retain_graph=True)
+        assert found == opened
+        loss.backward()  # adds to what is there
+        assert found == opened
+        opt.step()
+    opt.zero_grad()
+    with lanes.as_gradients_come():
+        model(torch.randn(12, 6)).sum().backward()
+    assert found == 2 * opened
+
+
+def test_only_in_steps_of_our_own() -> None:
+    model = mlp()
+    LocoProp(model, lr=1e-3)
+    with lanes.as_gradients_come():
+        assert "aside" not in type(model(torch.randn(12, 6)).grad_fn).__name__.lower()
