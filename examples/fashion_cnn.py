@@ -73,6 +73,7 @@ class ResidualNetwork(nn.Module):
 SHRINK = 1e-4  # of the weights in a step at the full rate, the same for all methods
 BETAS = (0.9, 0.99)
 INNER = ["blocks.*"]  # layers with local problems: all but the stem and the head, as for Muon
+LAYERS = {"inner": INNER, "second": ["blocks.*.second"], "all": None}
 MAX_ROWS = 4096  # of the 200,704 to 12,544 rows of a layer: every position of an image is one
 
 
@@ -101,10 +102,11 @@ def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
         lr=settings["lr"],
         variant="locoprop-s",
         gamma=1.0,
-        solver=Exact(decay=0.95, every=10, damping=settings["damping"]),
+        # One batch has rows enough: in all other steps nothing is kept of them.
+        solver=Exact(every=20, damping=settings["damping"]),
         local_reduction="mean",
         max_rows=MAX_ROWS,
-        layers=INNER,
+        layers=LAYERS[settings["layers"]],
         apply="gradient",
         outer=by_both,
         fallback=by_both,
@@ -161,26 +163,48 @@ def by_locoprop(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 METHODS = {
-    "adamw": Method(by_adamw, {"lr": 4e-3}, [{"lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]}]),
+    "adamw": Method(
+        by_adamw,
+        {"lr": 4e-3},
+        [
+            {"lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]},
+            {"lr": [1.1e-2, 1.35e-2, 1.9e-2, 2.3e-2]},
+        ],
+    ),
     "muon": Method(
         by_muon,
         {"lr": 1.6e-2, "momentum": 0.95},
-        [{"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]}],
+        [
+            {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
+            {"lr": [8e-3, 1.6e-2], "momentum": [0.9, 0.98]},
+        ],
     ),
     "locoprop-s-exact-muon": Method(
         by_exact_muon,
-        {"lr": 1.2e-2, "momentum": 0.95, "damping": 0.1},
-        [{"lr": [6e-3, 1.2e-2, 2.4e-2], "damping": [0.1, 1.0]}],
+        {"lr": 8e-3, "momentum": 0.9, "damping": 1.0, "layers": "inner"},
+        [
+            {"lr": [4e-3, 8e-3, 1.6e-2], "damping": [1.0, 4.0]},
+            {"lr": [8e-3], "momentum": [0.95], "damping": [0.1, 1.0]},
+            {"lr": [8e-3], "layers": ["second", "all"]},
+        ],
     ),
     "locoprop-s-adamw": Method(
         by_local_steps_adamw,
         {"lr": 4e-3, "reach": 1.0},
-        [{"lr": [2e-3, 4e-3, 8e-3], "reach": [1.0, 3.0]}],
+        [
+            {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2], "reach": [1.0, 3.0]},
+            {"lr": [8e-3, 1.6e-2], "reach": [10.0]},
+        ],
     ),
     "locoprop-s": Method(
         by_locoprop,
         {"lr": 1.5e-4, "gamma": 100.0, "fallback_lr": 4e-3},
-        [{"lr": [5e-5, 1.5e-4, 5e-4], "gamma": [30.0, 100.0]}],
+        [
+            {"lr": [5e-5, 1.5e-4, 5e-4], "gamma": [30.0, 100.0]},
+            {"lr": [5e-4, 1.5e-3], "gamma": [10.0]},
+            {"lr": [1.5e-3], "gamma": [30.0]},
+            {"lr": [5e-4], "gamma": [30.0], "fallback_lr": [8e-3]},
+        ],
     ),
 }
 

@@ -204,8 +204,9 @@ METHODS = {
         by_exact_muon,
         {"lr": 8e-3, "momentum": 0.95, "damping": 1.0, "layers": "inner"},
         [
-            {"lr": [4e-3, 8e-3, 1.6e-2], "damping": [1.0, 4.0]},
-            {"lr": [8e-3, 1.6e-2], "layers": ["hidden", "all"]},
+            {"lr": [8e-3, 1.6e-2], "momentum": [0.9], "damping": [1.0, 4.0]},
+            {"lr": [4e-3, 8e-3], "damping": [1.0, 4.0]},
+            {"lr": [8e-3], "layers": ["hidden", "all"]},
         ],
     ),
     "locoprop-s-adamw": Method(

@@ -617,9 +617,10 @@ class LocoProp(WithFallback):
             group = group_of[layer.given[0]]
             variant, _ = effective_variant(self._components.variant(group), layer)
             layer.needs = variant.target.needs | self._components.regularizer(group).needs
-            bent = variant.loss.uses_transfer and not variant.loss.is_quadratic(
-                layer.transfer or Linear()
-            )
+            # What is not decided yet counts as bent: else the first step after a resumption differs.
+            settled = layer.decided or layer.explicit
+            linear = settled and variant.loss.is_quadratic(layer.transfer or Linear())
+            bent = variant.loss.uses_transfer and not linear
             layer.keeps_output = bent and group["local_steps"] > 1
             layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
             known = (group, self._components, self.state, self._diagnosed is not None)
