@@ -101,12 +101,15 @@ def test_every_method_learns(
         assert not any(training.optimizer.skipped_updates.values())
 
 
-def test_all_sets_of_layers_train_all_parameters(gpt: Any, examples: dict[str, ModuleType]) -> None:
-    method, counts = "locoprop-s-exact-muon", []
-    for layers in examples["shakespeare_gpt"].LAYERS:
-        settings = {**gpt.methods[method].settings, "layers": layers}
-        run = run_of(gpt, method, Path(), examples, settings=settings)
-        training = examples["training"].Training(gpt, run, "cpu")
+@pytest.mark.parametrize(("kind", "module"), [("cnn", "fashion_cnn"), ("gpt", "shakespeare_gpt")])
+def test_all_sets_of_layers_train_all_parameters(
+    kind: str, module: str, examples: dict[str, ModuleType], request: pytest.FixtureRequest
+) -> None:
+    task, method, counts = request.getfixturevalue(kind), "locoprop-s-exact-muon", []
+    for layers in examples[module].LAYERS:
+        settings = {**task.methods[method].settings, "layers": layers}
+        run = run_of(task, method, Path(), examples, settings=settings)
+        training = examples["training"].Training(task, run, "cpu")
         before = {name: p.detach().clone() for name, p in training.model.named_parameters()}
         training.advance(3)
         moved = {n for n, p in training.model.named_parameters() if not torch.equal(p, before[n])}
