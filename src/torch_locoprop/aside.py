@@ -19,12 +19,17 @@ from torch_locoprop.served import ServedLayer
 
 
 def takes(layer: ServedLayer, x: Tensor, out: Tensor) -> bool:
-    """Whether the layer is one for this, and a step of our own is being taken."""
+    """Whether the layer is one for this, and a step of our own is being taken.
+
+    Not if gradients of its rows are asked for: they follow the lengths of these, which come later.
+    """
     if not (lanes.gradients_stay() and _is_worth_while(x) and type(layer.module) is nn.Linear):
         return False
     weight, bias = layer.module.weight, layer.module.bias
     trained = bias is not None and weight.requires_grad and bias.requires_grad
-    return trained and x.dim() == 2 and x.dtype == out.dtype == weight.dtype == bias.dtype
+    plain = out.grad_fn is not None and out.grad_fn.name() == "AddmmBackward0"
+    alone = layer.may_come_aside and not layer.obstacle
+    return trained and plain and alone and x.dtype == out.dtype == weight.dtype == bias.dtype
 
 
 def _is_worth_while(x: Tensor) -> bool:
@@ -58,6 +63,8 @@ class _Output(Function):
         if ctx.needs_input_grad[1]:  # else there is nothing below that would have to wait
             if _are_taken_over(ctx.layer):
                 lanes.open_beside(g, x)
+            else:
+                lanes.join()
             below = g @ weight
         with lanes.beside():
             return None, below, g.mT @ x, torch.mv(g.mT, g.new_ones(len(g))), None
@@ -65,4 +72,4 @@ class _Output(Function):
 
 def _are_taken_over(layer: ServedLayer) -> bool:
     """Whether autograd takes the gradients as they are: no sum of several, which would not wait."""
-    return layer.outputs_aside == 1 and all(p.grad is None for p in layer.given)
+    return layer.outputs_aside == 1 and all(p.grad is None for p in layer.tensors.values())

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from torch_locoprop.assignment import effective_variant
 from torch_locoprop.exchange import Exchange, averaged
+from torch_locoprop.fast_paths import transfer_in
 from torch_locoprop.fisher import running_average, second_moment
 from torch_locoprop.gram import Gram, Use
 from torch_locoprop.groups import Group, decayed, numbers
+from torch_locoprop.kernels import local, on_device
 from torch_locoprop.problem import Before, LocalProblem
 from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.served import ServedLayer
@@ -129,6 +131,27 @@ def local_problem(
         exchange=exchange,
         number=local_problems_before(group),
     )
+
+
+def asks_for_output(layer: ServedLayer, group: Group, components: Components) -> bool:
+    """Whether a step can make use of what the layer returned: pre-activations that are bent.
+
+    As long as the transfer is not known they may be; else the first step after a resumption differs.
+    """
+    method = planned_method(layer, group, components)
+    known, loss = layer.decided or layer.explicit, method.variant.loss
+    straight = known and loss.is_quadratic(layer.transfer or Linear())
+    return loss.uses_transfer and not straight and method.local_steps > 1
+
+
+def may_have_kernels(layer: ServedLayer, group: Group, components: Components) -> bool:
+    """Whether a layer's problem is one that our kernels take, as far as can be told beforehand."""
+    method = planned_method(layer, group, components)
+    parts = (method.variant.loss, method.variant.target, method.regularizer)
+    transfer = transfer_in(layer.kind, *parts, layer.transfer or Linear())
+    weight = layer.tensors["weight"].detach()
+    fits = transfer in local.TRANSFERS and on_device.takes([weight])
+    return fits and method.solver.name == "rmsprop" and group["max_rows"] is None
 
 
 def _before(layer: ServedLayer, group_of: dict[nn.Parameter, Group]) -> Before | None:

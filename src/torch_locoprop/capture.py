@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import aside, detection, lanes, transfers
+from torch_locoprop import aside, detection, transfers
 from torch_locoprop.assignment import NESTED
 from torch_locoprop.detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.exchange import averaging
@@ -162,7 +162,6 @@ class Capture:
 
     def _record(self, layer: ServedLayer, cell: _Cell, g: Tensor) -> None:
         """A backward pass has reached a layer's matrix product with the gradient ``g``."""
-        lanes.main_alone()
         if self._sampling:
             cell.sampled = g
             return

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from torch_locoprop.kernels import on_device
 from torch_locoprop.layers import Layer
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching, Squared
+from torch_locoprop.losses import LocalLoss, Matching, Squared
 from torch_locoprop.problem import LocalProblem
-from torch_locoprop.targets import GradientDescent, MirrorDescent
+from torch_locoprop.regularizers import Regularizer
+from torch_locoprop.targets import GradientDescent, MirrorDescent, Target
 from torch_locoprop.transfers import Linear, Transfer
-
-
-def may_have_kernels(kind: Layer, solver: str, device: torch.device) -> bool:
-    """Whether a layer's problems are such as our kernels take, as far as these tell."""
-    return type(kind) is LinearLayer and solver == "rmsprop" and on_device.has_kernels(device)
 
 
 def transfer_of(problem: LocalProblem) -> type[Transfer] | None:
@@ -24,15 +18,18 @@ def transfer_of(problem: LocalProblem) -> type[Transfer] | None:
 
     None for all other problems, which take the plain way.
     """
-    regularizer = problem.regularizer
-    if type(problem.layer) is not LinearLayer or problem.g is not None:
+    parts = (problem.layer, problem.loss, problem.target, problem.regularizer, problem.transfer)
+    others = problem.g is not None or problem.exchange is not None
+    return None if others or isinstance(problem.row_weight, Tensor) else transfer_in(*parts)
+
+
+def transfer_in(
+    layer: Layer, loss: LocalLoss, target: Target, regularizer: Regularizer, transfer: Transfer
+) -> type[Transfer] | None:
+    """The same, as far as these tell."""
+    if type(layer) is not LinearLayer or regularizer.has_direction or regularizer.has_prox:
         return None
-    if regularizer.has_direction or regularizer.has_prox or isinstance(problem.row_weight, Tensor):
-        return None
-    parts = (type(problem.loss), type(problem.target))
-    if problem.exchange is not None or parts not in (
-        (Squared, GradientDescent),
-        (Matching, MirrorDescent),
-    ):
-        return None
-    return Linear if parts[0] is Squared else type(problem.transfer)
+    if (type(loss), type(target)) == (Squared, GradientDescent):
+        return Linear
+    matching = (type(loss), type(target)) == (Matching, MirrorDescent)
+    return type(transfer) if matching else None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 LANES = 24  # at most
-FEW = 4  # where libraries take memory for each of them: cuBLAS 32 MiB on this GPU's kind
+FEW = 4  # where libraries take memory for each of them: cuBLAS does, 32 MiB on an H200
 BESIDE = 4  # likewise
 
 Lane = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
@@ -30,12 +30,13 @@ def lanes(most: int = LANES) -> Iterator[Lane]:
     if not _is_capturing():
         yield lambda _: nullcontext()
         return
-    main, streams = torch.cuda.current_stream(), _streams(torch.cuda.current_device())
+    main = torch.cuda.current_stream()
+    streams = _others(_streams(torch.cuda.current_device()))[:most]
     used: list[torch.cuda.Stream] = []
 
     @contextmanager
     def lane(after: torch.cuda.Event | None) -> Iterator[None]:
-        used.append(streams[len(used)] if len(used) < most else used.pop(0))
+        used.append(streams[len(used)] if len(used) < len(streams) else used.pop(0))
         if after is None:
             used[-1].wait_stream(main)
         else:
@@ -67,13 +68,11 @@ def as_gradients_come() -> Iterator[None]:
     before, _gradients_stay = _gradients_stay, True
     try:
         yield
-        for stream in _beside_all:
-            torch.cuda.current_stream().wait_stream(stream)
     finally:
         _gradients_stay = before
         main_alone()
-        _beside_all.clear()
         _held.clear()
+        join()
 
 
 def gradients_stay() -> bool:
@@ -97,7 +96,8 @@ def open_beside(*read: Tensor) -> None:
     global _beside
     if not _starts_early():
         return
-    _beside = _streams_beside(torch.cuda.current_device())[len(_beside_all) % BESIDE]
+    streams = _others(_streams_beside(torch.cuda.current_device()))
+    _beside = streams[len(_beside_all) % len(streams)]
     _beside.wait_stream(torch.cuda.current_stream())
     _beside_all.append(_beside)
     _held.extend(read)
@@ -107,6 +107,14 @@ def main_alone() -> None:
     """From here on there is no work beside."""
     global _beside
     _beside = None
+
+
+def join() -> None:
+    """What comes next waits for all the work beside there was."""
+    streams = dict.fromkeys(_beside_all)
+    _beside_all.clear()
+    for stream in streams:
+        torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager
@@ -126,6 +134,12 @@ def _starts_early() -> bool:
 
 def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _others(streams: list[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
+    """Without the current one: torch has few streams, and may give one of these to a recording."""
+    now = torch.cuda.current_stream()
+    return [stream for stream in streams if stream != now]
 
 
 @cache

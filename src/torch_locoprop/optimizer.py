@@ -13,9 +13,11 @@ from torch_locoprop import detection, graphs, notices, solver_state
 from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
+    asks_for_output,
     backprop_step,
     local_problem,
     loss_terms,
+    may_have_kernels,
     method_for,
     running_fisher,
     use_of_rows,
@@ -30,7 +32,6 @@ from torch_locoprop.assignment import (
 from torch_locoprop.capture import Capture
 from torch_locoprop.diagnostics import Diagnostics, LayerDiagnostics, measured, timed
 from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
-from torch_locoprop.fast_paths import may_have_kernels
 from torch_locoprop.groups import (
     Group,
     check_agreement,
@@ -57,7 +58,7 @@ from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
 from torch_locoprop.survey import check_any_served, newcomers, patterns_of, survey
-from torch_locoprop.transfers import Linear, Transfer, get
+from torch_locoprop.transfers import Transfer, get
 from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
@@ -280,11 +281,14 @@ class LocoProp(WithFallback):
         if overwritten:
             self._notices.once("overwritten", notices.overwritten(overwritten))
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
+        group_of = self._group_of() if undecided else {}
         in_parts = bool(undecided) and compiled_in_parts(self._layers, self._capture.graphs)
         for layer in undecided:
             found = (in_parts, self._capture.leaves)
             decide(layer, self._output_transfer, self._loss_transfer, *found)
             layer.condense()  # as it will be from now on, and is after a resumption
+            if not asks_for_output(layer, group_of[layer.given[0]], self._components):
+                layer.let_go_of_outputs()
         hooked = [
             layer.name
             for layer, own in trained.items()
@@ -341,11 +345,8 @@ class LocoProp(WithFallback):
         def solve() -> dict[nn.Parameter, Tensor]:
             group_of = self._group_of()
             directions: dict[nn.Parameter, Tensor] = {}
-            solvers = [self._components.solver(group_of[layer.given[0]]) for layer in trained]
-            by_kernels = all(
-                may_have_kernels(layer.kind, solver.name, device)
-                for layer, solver in zip(trained, solvers, strict=True)
-            )
+            groups = {layer: group_of[layer.given[0]] for layer in trained}
+            by_kernels = all(may_have_kernels(*own, self._components) for own in groups.items())
             with lanes(LANES if by_kernels else FEW) as lane:
                 for layer in reversed(trained):  # the last one's gradient is the first to be there
                     own = layer.given[0].device
@@ -617,11 +618,9 @@ class LocoProp(WithFallback):
             group = group_of[layer.given[0]]
             variant, _ = effective_variant(self._components.variant(group), layer)
             layer.needs = variant.target.needs | self._components.regularizer(group).needs
-            # What is not decided yet counts as bent: else the first step after a resumption differs.
-            settled = layer.decided or layer.explicit
-            linear = settled and variant.loss.is_quadratic(layer.transfer or Linear())
-            bent = variant.loss.uses_transfer and not linear
-            layer.keeps_output = bent and group["local_steps"] > 1
+            asked = self._components.variant(group).target.needs  # whatever becomes of it
+            layer.may_come_aside = not (asked | layer.needs)
+            layer.keeps_output = asks_for_output(layer, group, self._components)
             layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
             known = (group, self._components, self.state, self._diagnosed is not None)
             layer.use_of_rows = partial(use_of_rows, *known)

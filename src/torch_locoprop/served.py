@@ -130,6 +130,7 @@ class ServedLayer:
     orders: Orders = field(default_factory=dict)  # of samples, drawn once for all layers of a step
     # What the next step makes of the rows, if it moves these tensors; None: it may need them all.
     use_of_rows: UseOfRows | None = None
+    may_come_aside: bool = False  # its gradients: no others are asked for that follow them
     outputs_aside: int = 0  # since the last step, whose gradients come aside
     keeps_output: bool = False  # for the step to know what the layer returned, where it can
     copies: bool = False  # inputs are overwritten after backward passes: keep copies of them
@@ -168,6 +169,7 @@ class ServedLayer:
 
     def record(self, call: Call, backward_pass: int) -> None:
         """Note a call that a backward pass went through; it counts once gradients accumulate."""
+        lanes.main_alone()  # until the layer's own backward says otherwise
         if backward_pass not in self._pending:
             self._pending[backward_pass] = []
             at_the_end = torch.autograd.Variable._execution_engine.queue_callback
@@ -198,6 +200,8 @@ class ServedLayer:
             first = self.calls[place]
             same = call if first.kept is None else call.thinned(self.kind, first.kept)
             self.calls[place] = first.with_more(same)
+        if len(self.calls) > 1:
+            self.let_go_of_outputs()
         self._versions = [p.grad._version for p in self.trained if p.grad is not None]
         self._lengths = self._gradient_lengths()
         self.ready = lanes.mark()
@@ -214,6 +218,11 @@ class ServedLayer:
         self.copies = True  # from now on
         self.calls.clear()
         return True
+
+    def let_go_of_outputs(self) -> None:
+        """Nobody will ask for them."""
+        if any(call.a is not None for call in self.calls):
+            self.calls[:] = [replace(call, a=None) for call in self.calls]
 
     def measure_again(self) -> None:
         """Gradients were averaged after the pass: from their lengths now, others follow."""
@@ -255,7 +264,8 @@ class ServedLayer:
         like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
         if no_rows:
             gram = Gram.unknown(like, self._rows_of(call))
-            return replace(call, x=nothing, g=None, v=None, gram=gram, kept=None, version=None)
+            call = replace(call, g=None, v=None, a=None, kept=None, version=None)
+            return replace(call, x=nothing, gram=gram)
         if call.kept is not None or call.is_overwritten:
             return call
         matrix = self.kind.matrix("weight", like)
@@ -264,7 +274,7 @@ class ServedLayer:
         rows = self.kind.collect([call.x], [call.shape], like)
         with full_precision([self]):
             gram = self.kind.products(rows, use.dtype(like))
-        return replace(call, x=nothing, gram=gram, version=None)
+        return replace(call, x=nothing, gram=gram, version=None, a=None)
 
     def _rows_of(self, call: Call) -> int:
         """How many rows a call had."""

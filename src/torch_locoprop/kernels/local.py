@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fast_paths import transfer_of
-from torch_locoprop.gram import Gram
+from torch_locoprop.gram import Gram, full_products
 from torch_locoprop.kernels import on_device, products, rmsprop
 from torch_locoprop.kernels.products import apart, factors, members, own_rows, padded, turned, unit
 from torch_locoprop.kernels.rmsprop import Moving
@@ -140,7 +140,11 @@ def _sums(weight: Tensor, total: Tensor, broad: int) -> Tensor:
     """``W Xᵀ1`` with all digits, in as many parts as there are programs side by side."""
     *lead, d, n = weight.shape
     sums = weight.new_zeros(*lead, -(-n // broad), d)
-    torch.sum(weight * total.unsqueeze(-2), -1, out=sums[..., 0, :])
+    if lead:
+        with full_products(weight):
+            sums[..., :1, :] = (weight @ total.unsqueeze(-1)).mT
+    else:  # not by cuBLAS, which takes memory for every stream that it is used on
+        sums[0] = (weight * total).sum(-1)
     return sums
 
 

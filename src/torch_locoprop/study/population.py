@@ -33,6 +33,7 @@ from torch_locoprop.variants import VARIANTS, Variant
 
 Tensors = dict[str, Tensor]
 
+MOST = 8  # lanes: each has memory of its own, and a population needs few to fill a GPU
 NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
 
 
@@ -124,7 +125,7 @@ class Population:
         g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[-2]  # of the mean loss
         v: Tensor | None = None
         in_use: list[Tensor | None] = []  # by layers whose problems are still being solved
-        with lanes() as lane:
+        with lanes(MOST) as lane:
             for m in reversed(range(len(self.layers))):
                 below = g @ self.layers[m]["weight"] if m > 0 else None
                 in_use += [g, v]

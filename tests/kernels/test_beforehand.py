@@ -1,0 +1,70 @@
+"""Whether kernels will take a layer's problem is told beforehand: lanes without them take memory."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torch_locoprop import LocoProp, optimizer
+from torch_locoprop.assembly import may_have_kernels
+from torch_locoprop.kernels import local
+from torch_locoprop.lanes import FEW, LANES
+
+
+def linear(transfer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), transfer, nn.Linear(5, 4))
+
+
+def convolutional(transfer: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Conv1d(1, 2, 3), transfer, nn.Flatten(), nn.Linear(8, 4))
+
+
+@pytest.mark.parametrize(
+    ("make", "transfer", "settings", "by_kernels"),
+    [
+        pytest.param(linear, nn.Tanh(), {}, True, id="LocoProp-M"),
+        pytest.param(linear, nn.ReLU(), {"variant": "locoprop-s"}, True, id="LocoProp-S"),
+        pytest.param(linear, nn.ELU(), {"variant": "locoprop-s"}, True, id="LocoProp-S and ELU"),
+        pytest.param(linear, nn.ELU(), {}, False, id="ELU"),
+        pytest.param(linear, nn.Tanh(), {"variant": "pocoprop-m"}, False, id="PocoProp-M"),
+        pytest.param(linear, nn.Tanh(), {"max_rows": 4}, False, id="some rows"),
+        pytest.param(linear, nn.Tanh(), {"dtype": torch.float64}, False, id="float64"),
+        pytest.param(linear, nn.Tanh(), {"solver": "adam"}, False, id="Adam"),
+        pytest.param(linear, nn.Tanh(), {"regularizer": "l2"}, False, id="regularized"),
+        pytest.param(convolutional, nn.Tanh(), {}, False, id="a convolution"),
+    ],
+)
+def test_it_is_as_the_kernels_say_themselves(
+    make: Any,
+    transfer: nn.Module,
+    settings: dict[str, Any],
+    by_kernels: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = dict(settings)
+    dtype = settings.pop("dtype", torch.float32)
+    model = make(transfer).to(device, dtype)
+    opt = LocoProp(model, lr=1e-4, local_steps=2, **settings)
+    fits, answers, asked_for = local.fits, [], []
+
+    def noted(*args: Any) -> bool:
+        answers.append(fits(*args))
+        return answers[-1]
+
+    lanes = optimizer.lanes
+    monkeypatch.setattr(optimizer, "lanes", lambda most: asked_for.append(most) or lanes(most))
+    monkeypatch.setattr("torch_locoprop.solvers.first_order.local.fits", noted)
+    for _ in range(2):
+        answers.clear()
+        x = torch.randn(10, 1, 6, device=device, dtype=dtype)
+        opt.zero_grad()
+        model(x if make is convolutional else x[:, 0]).square().sum().backward()
+        opt.step()
+    group = opt.param_groups[0]
+    told = [may_have_kernels(layer, group, opt._components) for layer in opt._layers]
+    assert all(told) is by_kernels
+    assert asked_for[-1] == (LANES if by_kernels else FEW)
+    if answers and make is linear:  # others never ask
+        assert answers == told[::-1]

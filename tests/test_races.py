@@ -1,0 +1,290 @@
+"""No stream reads what another has not written yet, or writes what another still reads.
+
+A step is taken on a CPU with streams that only take notes. Each knows how far it has come, and how far
+all others had when it last waited for them; every operation is held against that. Memory counts too:
+what is freed goes to the next tensor of the stream on which it was made, whoever still reads it.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_locoprop import LocoProp, aside, lanes
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.known: Counter[str] = Counter()  # of each stream, how many operations came before
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.known |= other.known
+
+    def wait_event(self, event: "Event") -> None:
+        self.known |= event.known
+
+
+class Event:
+    def __init__(self) -> None:
+        self.known: Counter[str] = Counter()
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.known = Counter((stream or Streams.now).known)
+
+
+class Streams:
+    """What ``lanes`` asks torch for."""
+
+    now: Stream
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        Streams.now = self.main = Stream("main")
+        own = [Stream(f"lane {i}") for i in range(lanes.LANES)]
+        beside = [Stream(f"beside {i}") for i in range(lanes.BESIDE)]
+        self.all = [self.main, *own, *beside]
+        monkeypatch.setattr(lanes, "_is_capturing", lambda: True)
+        monkeypatch.setattr(lanes, "_streams", lambda device: own)
+        monkeypatch.setattr(lanes, "_streams_beside", lambda device: beside)
+        monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Streams.now)
+        monkeypatch.setattr(torch.cuda, "stream", self._inside)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    @contextmanager
+    def _inside(self, stream: Stream) -> Iterator[None]:
+        before, Streams.now = Streams.now, stream
+        try:
+            yield
+        finally:
+            Streams.now = before
+
+    def synchronize(self) -> None:
+        for stream in self.all:
+            self.main.wait_stream(stream)
+        for stream in self.all:
+            stream.wait_stream(self.main)
+
+
+class Use(NamedTuple):
+    """An operation on a stream, and how many it was there."""
+
+    stream: str
+    number: int
+    operation: str
+
+    def comes_before(self, stream: Stream) -> bool:
+        return stream.known[self.stream] >= self.number
+
+
+class Memory:
+    """A tensor's, while it lives."""
+
+    def __init__(self, tensor: Tensor, owner: str) -> None:
+        self.alive = StorageWeakRef(tensor.untyped_storage())
+        self.owner = owner
+        self.written: Use | None = None
+        self.read: list[Use] = []
+
+    @property
+    def uses(self) -> list[Use]:
+        return self.read if self.written is None else [*self.read, self.written]
+
+
+class Watch(TorchDispatchMode):
+    """Holds every operation against what its stream has waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Memory] = {}
+        self.freed: list[Memory] = []
+        self.races: list[str] = []
+        self.streams: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._notice_freed()
+        given = _tensors((args, kwargs))
+        places = {_place(t) for t in given}
+        result = func(*args, **kwargs)
+        new = [t for t in _tensors(result) if _place(t) not in places]
+        if not new and _tensors(result) and not func._schema.is_mutable:
+            return result  # a view
+        stream = Streams.now
+        stream.known[stream.name] += 1
+        self.streams.add(stream.name)
+        use = Use(stream.name, stream.known[stream.name], str(func))
+        written = {_place(t) for t in _written(func, args, kwargs)}
+        for place, tensor in {_place(t): t for t in given}.items():
+            self._use(
+                self.known.setdefault(place, Memory(tensor, stream.name)), use, place in written
+            )
+        if new:
+            self._take_freed(use)
+        for tensor in new:
+            self.known[_place(tensor)] = Memory(tensor, stream.name)
+            self.known[_place(tensor)].written = use
+        return result
+
+    def _use(self, memory: Memory, use: Use, writes: bool) -> None:
+        earlier = memory.uses if writes else [memory.written] if memory.written else []
+        self._check(earlier, use)
+        if writes:
+            memory.written, memory.read = use, []
+        else:
+            memory.read.append(use)
+
+    def _check(self, earlier: list[Use], use: Use) -> None:
+        for each in earlier:
+            if not each.comes_before(Streams.now):
+                self.races.append(
+                    f"{use.operation} on {use.stream} does not wait for {each.operation} on "
+                    f"{each.stream}"
+                )
+
+    def _notice_freed(self) -> None:
+        dead = [place for place, memory in self.known.items() if memory.alive.expired()]
+        self.freed += [self.known.pop(place) for place in dead]
+
+    def _take_freed(self, use: Use) -> None:
+        """What is new may lie where something was that the same stream had made."""
+        for memory in self.freed:
+            if memory.owner == use.stream:
+                self._check(memory.uses, use)
+        self.freed = [memory for memory in self.freed if memory.owner != use.stream]
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _place(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+    arguments = func._schema.arguments
+    named = {argument.name: argument for argument in arguments}
+    pairs = [*zip(arguments, args, strict=False), *((named[k], v) for k, v in kwargs.items())]
+    return [
+        tensor
+        for argument, value in pairs
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for tensor in _tensors(value)
+    ]
+
+
+def deep(
+    transfer: Callable[[], nn.Module] = nn.Tanh, code: Callable[[], nn.Module] = nn.Tanh
+) -> Any:
+    widths, layers = (6, 8, 7, 5, 7, 8, 6), []
+    for place, (inputs, outputs) in enumerate(pairwise(widths)):
+        layers += [nn.Linear(inputs, outputs), code() if place == 2 else transfer()]
+    return nn.Sequential(*layers, nn.Linear(6, 3))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.last = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.again(self.again(self.first(x)).tanh()).tanh())
+
+
+def weights_alone(model: nn.Module) -> dict[str, Any]:
+    """The biases' gradients are nobody's, and never cleared."""
+    weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
+    return {"param_groups": [{"params": weights}]}
+
+
+def races(
+    streams: Streams,
+    make: Callable[[], nn.Module],
+    settings: dict[str, Any] | Callable[[nn.Module], dict[str, Any]],
+    passes: int = 1,
+) -> Watch:
+    """What is found in the last of four steps."""
+    torch.manual_seed(0)
+    model = make()
+    own = settings(model) if callable(settings) else settings
+    opt = LocoProp(model, **{"lr": 1e-3, "gamma": 5.0, "weight_decay": 0.3, **own})
+    for _ in range(4):
+        x, y = torch.randn(40, 6), torch.randn(40, 3)
+        with Watch() as found:
+            with lanes.as_gradients_come():
+                loss = nn.functional.mse_loss(model(x), y, reduction="sum")
+                for left in reversed(range(passes)):
+                    loss.backward(retain_graph=left > 0)
+                opt.step()
+            opt.zero_grad()
+        streams.synchronize()
+    return found
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "passes"),
+    [
+        pytest.param(deep, {}, 1, id="LocoProp-M"),
+        pytest.param(deep, {"variant": "locoprop-s"}, 1, id="LocoProp-S"),
+        pytest.param(deep, {"variant": "pocoprop-m"}, 1, id="PocoProp-M"),
+        pytest.param(deep, {"variant": "pocoprop-s"}, 1, id="PocoProp-S"),
+        pytest.param(deep, {"local_steps": 1}, 1, id="BackProp"),
+        pytest.param(deep, {"solver": "sgd"}, 1, id="SGD"),
+        pytest.param(deep, {"gate": True, "cap": 0.01}, 1, id="gate and cap"),
+        pytest.param(deep, {}, 2, id="two passes"),
+        pytest.param(deep, weights_alone, 1, id="weights alone"),
+        pytest.param(lambda: deep(code=nn.Identity), {}, 1, id="linear code"),
+        pytest.param(lambda: deep(lambda: nn.ReLU(inplace=True)), {}, 1, id="in place"),
+        pytest.param(Twice, {}, 1, id="called twice"),
+    ],
+)
+def test_nobody_reads_too_early_or_writes_too_soon(
+    make: Callable[[], nn.Module], settings: Any, passes: int, streams: Streams
+) -> None:
+    found = races(streams, make, settings, passes)
+    assert found.races == []
+    assert any(name.startswith("lane") for name in found.streams)
+
+
+def test_gradients_are_beside(streams: Streams) -> None:
+    assert "beside 0" in races(streams, deep, {}).streams
+
+
+@pytest.mark.parametrize("missing", ["open_beside", "mark", "hold", "join"])
+def test_what_would_be_found(
+    missing: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one of the things that keep order."""
+    if missing == "open_beside":
+        wait = Stream.wait_stream
+        lonely = lambda self, other: (  # noqa: E731
+            None if self.name.startswith("beside") else wait(self, other)
+        )
+        monkeypatch.setattr(Stream, "wait_stream", lonely)
+    elif missing == "mark":
+        monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
+    elif missing == "hold":
+        monkeypatch.setattr(lanes, "_held", _Nothing())
+    else:
+        monkeypatch.setattr(aside, "_are_taken_over", lambda layer: True)
+    assert races(streams, Twice if missing == "join" else deep, {}).races
+
+
+class _Nothing(list[Tensor]):
+    def extend(self, more: Any) -> None:
+        pass
