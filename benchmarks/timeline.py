@@ -1,7 +1,7 @@
 """Show which kernels of a replayed training step run when, on which stream of the GPU.
 
     python -m benchmarks.timeline --method locoprop-m --model standard --out timeline.json
-    python -m benchmarks.timeline --show benchmarks/results/timeline-h200-*.json --figure timeline.png
+    python -m benchmarks.timeline --show before.json after.json --figure timeline.png   # nothing is run
 
 The step is a CUDA graph, seen by PyTorch's profiler. That makes pauses of its own, in which nothing
 runs and which a step without it has not: they are cut out.

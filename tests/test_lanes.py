@@ -1,56 +1,10 @@
 """What waits for what when layers are solved side by side, with streams that only take notes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
+from streams import CUDA
 
 from torch_locoprop import lanes
-
-
-class Event:
-    def __init__(self) -> None:
-        self.after: str | None = None
-
-    def record(self, stream: "Stream | None" = None) -> None:
-        self.after = (stream or CUDA.now).name
-
-
-class Stream:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.waits: list[str] = []
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.waits.append(f"all of {other.name}")
-
-    def wait_event(self, event: Event) -> None:
-        self.waits.append(f"an event of {event.after}")
-
-
-class CUDA:
-    """What ``lanes`` asks torch for."""
-
-    now: Stream
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.main, self.own = Stream("main"), [Stream(f"lane {i}") for i in range(lanes.LANES)]
-        CUDA.now = self.main
-        monkeypatch.setattr(lanes, "_is_capturing", lambda: True)
-        monkeypatch.setattr(lanes, "_streams", lambda device: self.own)
-        self.beside = [Stream(f"beside {i}") for i in range(lanes.BESIDE)]
-        monkeypatch.setattr(lanes, "_streams_beside", lambda device: self.beside)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: CUDA.now)
-        monkeypatch.setattr(torch.cuda, "stream", self._inside)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-
-    @contextmanager
-    def _inside(self, stream: Stream) -> Iterator[None]:
-        before, CUDA.now = CUDA.now, stream
-        yield
-        CUDA.now = before
 
 
 @pytest.fixture
@@ -93,6 +47,20 @@ def test_fewer_lanes_where_they_cost_memory(cuda: CUDA) -> None:
             with lane(None):
                 pass
     assert [len(stream.waits) for stream in cuda.own[:3]] == [2, 1, 0]
+
+
+def test_the_stream_of_a_recording_is_never_one_of_its_lanes(
+    cuda: CUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch has few streams, and may give a recording one of these: all others would wait for it."""
+    for now in (cuda.own[0], cuda.beside[0]):
+        monkeypatch.setattr(CUDA, "now", now)
+        with lanes.lanes() as lane, lane(None):
+            assert CUDA.now is not now
+        with lanes.as_gradients_come():
+            lanes.open_beside()
+            with lanes.beside():
+                assert CUDA.now is not now
 
 
 def test_work_beside_waits_for_what_was_there_and_marks_for_both(cuda: CUDA) -> None:

@@ -5,74 +5,19 @@ all others had when it last waited for them; every operation is held against tha
 what is freed goes to the next tensor of the stream on which it was made, whoever still reads it.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from streams import CUDA, Stream
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_locoprop import LocoProp, aside, lanes
-
-
-class Stream:
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.known: Counter[str] = Counter()  # of each stream, how many operations came before
-
-    def wait_stream(self, other: "Stream") -> None:
-        self.known |= other.known
-
-    def wait_event(self, event: "Event") -> None:
-        self.known |= event.known
-
-
-class Event:
-    def __init__(self) -> None:
-        self.known: Counter[str] = Counter()
-
-    def record(self, stream: Stream | None = None) -> None:
-        self.known = Counter((stream or Streams.now).known)
-
-
-class Streams:
-    """What ``lanes`` asks torch for."""
-
-    now: Stream
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        Streams.now = self.main = Stream("main")
-        own = [Stream(f"lane {i}") for i in range(lanes.LANES)]
-        beside = [Stream(f"beside {i}") for i in range(lanes.BESIDE)]
-        self.all = [self.main, *own, *beside]
-        monkeypatch.setattr(lanes, "_is_capturing", lambda: True)
-        monkeypatch.setattr(lanes, "_streams", lambda device: own)
-        monkeypatch.setattr(lanes, "_streams_beside", lambda device: beside)
-        monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda: Streams.now)
-        monkeypatch.setattr(torch.cuda, "stream", self._inside)
-        monkeypatch.setattr(torch.cuda, "Event", Event)
-
-    @contextmanager
-    def _inside(self, stream: Stream) -> Iterator[None]:
-        before, Streams.now = Streams.now, stream
-        try:
-            yield
-        finally:
-            Streams.now = before
-
-    def synchronize(self) -> None:
-        for stream in self.all:
-            self.main.wait_stream(stream)
-        for stream in self.all:
-            stream.wait_stream(self.main)
 
 
 class Use(NamedTuple):
@@ -119,7 +64,7 @@ class Watch(TorchDispatchMode):
         new = [t for t in _tensors(result) if _place(t) not in places]
         if not new and _tensors(result) and not func._schema.is_mutable:
             return result  # a view
-        stream = Streams.now
+        stream = CUDA.now
         stream.known[stream.name] += 1
         self.streams.add(stream.name)
         use = Use(stream.name, stream.known[stream.name], str(func))
@@ -145,7 +90,7 @@ class Watch(TorchDispatchMode):
 
     def _check(self, earlier: list[Use], use: Use) -> None:
         for each in earlier:
-            if not each.comes_before(Streams.now):
+            if not each.comes_before(CUDA.now):
                 self.races.append(
                     f"{use.operation} on {use.stream} does not wait for {each.operation} on "
                     f"{each.stream}"
@@ -208,7 +153,7 @@ def weights_alone(model: nn.Module) -> dict[str, Any]:
 
 
 def races(
-    streams: Streams,
+    cuda: CUDA,
     make: Callable[[], nn.Module],
     settings: dict[str, Any] | Callable[[nn.Module], dict[str, Any]],
     passes: int = 1,
@@ -227,13 +172,14 @@ def races(
                     loss.backward(retain_graph=left > 0)
                 opt.step()
             opt.zero_grad()
-        streams.synchronize()
+        cuda.synchronize()
     return found
 
 
 @pytest.fixture
-def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
-    return Streams(monkeypatch)
+def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
+    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    return CUDA(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -254,21 +200,19 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     ],
 )
 def test_nobody_reads_too_early_or_writes_too_soon(
-    make: Callable[[], nn.Module], settings: Any, passes: int, streams: Streams
+    make: Callable[[], nn.Module], settings: Any, passes: int, cuda: CUDA
 ) -> None:
-    found = races(streams, make, settings, passes)
+    found = races(cuda, make, settings, passes)
     assert found.races == []
     assert any(name.startswith("lane") for name in found.streams)
 
 
-def test_gradients_are_beside(streams: Streams) -> None:
-    assert "beside 0" in races(streams, deep, {}).streams
+def test_gradients_are_beside(cuda: CUDA) -> None:
+    assert "beside 0" in races(cuda, deep, {}).streams
 
 
 @pytest.mark.parametrize("missing", ["open_beside", "mark", "hold", "join"])
-def test_what_would_be_found(
-    missing: str, streams: Streams, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the things that keep order."""
     if missing == "open_beside":
         wait = Stream.wait_stream
@@ -282,7 +226,7 @@ def test_what_would_be_found(
         monkeypatch.setattr(lanes, "_held", _Nothing())
     else:
         monkeypatch.setattr(aside, "_are_taken_over", lambda layer: True)
-    assert races(streams, Twice if missing == "join" else deep, {}).races
+    assert races(cuda, Twice if missing == "join" else deep, {}).races
 
 
 class _Nothing(list[Tensor]):

@@ -1,0 +1,68 @@
+"""Streams that only take notes, in the place of a GPU's while a graph is captured."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from torch_locoprop import lanes
+
+
+class Stream:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.waits: list[str] = []
+        self.known: Counter[str] = Counter()  # of each stream, how many operations came before
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.waits.append(f"all of {other.name}")
+        self.known |= other.known
+
+    def wait_event(self, event: "Event") -> None:
+        self.waits.append(f"an event of {event.after}")
+        self.known |= event.known
+
+
+class Event:
+    def __init__(self) -> None:
+        self.after: str | None = None
+        self.known: Counter[str] = Counter()
+
+    def record(self, stream: Stream | None = None) -> None:
+        own = stream or CUDA.now
+        self.after, self.known = own.name, Counter(own.known)
+
+
+class CUDA:
+    """What ``lanes`` asks torch for."""
+
+    now: Stream
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        CUDA.now = self.main = Stream("main")
+        self.own = [Stream(f"lane {i}") for i in range(lanes.LANES)]
+        self.beside = [Stream(f"beside {i}") for i in range(lanes.BESIDE)]
+        monkeypatch.setattr(lanes, "_is_capturing", lambda: True)
+        monkeypatch.setattr(lanes, "_streams", lambda device: self.own)
+        monkeypatch.setattr(lanes, "_streams_beside", lambda device: self.beside)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda: CUDA.now)
+        monkeypatch.setattr(torch.cuda, "stream", self._inside)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+    @contextmanager
+    def _inside(self, stream: Stream) -> Iterator[None]:
+        before, CUDA.now = CUDA.now, stream
+        try:
+            yield
+        finally:
+            CUDA.now = before
+
+    def synchronize(self) -> None:
+        streams = [*self.own, *self.beside]
+        for stream in streams:
+            self.main.wait_stream(stream)
+        for stream in streams:
+            stream.wait_stream(self.main)
