@@ -138,6 +138,8 @@ def asks_for_output(layer: ServedLayer, group: Group, components: Components) ->
 
     As long as the transfer is not known they may be; else the first step after a resumption differs.
     """
+    if not components.variant(group).loss.uses_transfer:
+        return False
     method = planned_method(layer, group, components)
     known, loss = layer.decided or layer.explicit, method.variant.loss
     straight = known and loss.is_quadratic(layer.transfer or Linear())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import is_dataclass, replace
+from dataclasses import is_dataclass
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -97,7 +97,9 @@ class Capture:
         x: Tensor = args[0] if args else kwargs["input"]
         if self.tracing:
             self._search(x, LAYER_INPUT)
-        plain = _not_a_view(out)
+        # As long as anybody searches: it is another node of the graph.
+        searched = self.tracing or (layer is not None and not layer.decided)
+        plain = _not_a_view(out) if searched else out
         if layer is not None and (comes_aside := aside.takes(layer, x, out)):
             plain = aside.output(layer, x, out)
         assert plain.grad_fn is not None
@@ -110,7 +112,7 @@ class Capture:
             traced = self.tracing and not recomputed
             call = _call(layer, x, out, mark, traced=traced, recomputed=recomputed)
             if layer.keeps_output and comes_aside:
-                call = replace(call, a=plain.detach(), a_version=plain._version)
+                call = call._replace(a=plain.detach(), a_version=plain._version)
             if self._trains(x):  # the layer it belongs to may be solved before this one
                 call = call.copied()
             cell = _Cell(call)
@@ -169,7 +171,7 @@ class Capture:
             return
         call = cell.call
         if cell.sampled is not None:
-            call = replace(call, sampled=cell.sampled)
+            call = call._replace(sampled=cell.sampled)
         needs = frozenset() if layer.obstacle else layer.needs
         if "v" in needs:
             call = _with_post_gradient(call, layer, g)
@@ -177,7 +179,7 @@ class Capture:
         several = cell.recorded or _keeps_graph()
         for_v = "v" in needs and (several or not layer.has_v(call))
         if "g" in needs or for_v:
-            call = replace(call, g=g)
+            call = call._replace(g=g)
         cell.recorded = True
         layer.record(call, torch._C._current_graph_task_id())
         if not _keeps_graph():
@@ -254,7 +256,7 @@ def _with_post_gradient(call: Call, layer: ServedLayer, g: Tensor) -> Call:
     if consumer is None or consumer.gradient is None:
         return call
     v, consumer.gradient = consumer.gradient.reshape(g.shape), None
-    return replace(call, v=v, behind=finding.transfer)
+    return call._replace(v=v, behind=finding.transfer)
 
 
 class _Output(NamedTuple):

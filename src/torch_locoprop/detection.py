@@ -106,10 +106,10 @@ def mark_layer(node: Node) -> Mark:
 
     Two optimizers on one model share the mark.
     """
-    mark = _notes(node).get(KEY)
+    notes = _notes(node)
+    mark = notes.get(KEY)
     if mark is None or not mark.is_layer:
-        mark = Mark("a layer's output", is_layer=True)
-        _notes(node)[KEY] = mark
+        notes[KEY] = mark = Mark("a layer's output", is_layer=True)
     return mark
 
 

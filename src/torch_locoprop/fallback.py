@@ -59,7 +59,8 @@ def move_state(optimizer: torch.optim.Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                if name != "step" and torch.is_tensor(value):  # steps are counted on the host
+                # Steps are counted on the host.
+                if torch.is_tensor(value) and value.device != parameter.device and name != "step":
                     state[name] = value.to(parameter.device)
 
 

@@ -142,7 +142,7 @@ class StepGraphs:
             self.forget()  # and the memory that may have been lacking
             return solve()
         recording.replay()
-        return {p: direction.clone() for p, direction in recording.result.items()}
+        return _copied(recording.result)
 
     def forget(self) -> None:
         """Let go of all recordings."""
@@ -291,17 +291,25 @@ def _inputs(call: Call) -> list[Tensor]:
 def _reading(call: Call, inputs: Iterator[Tensor]) -> Call:
     """The call with other tensors for those of ``_inputs``."""
     if call.gram is None:
-        read = replace(call, x=next(inputs), a=None)
+        read = call._replace(x=next(inputs), a=None)
         if call.output is None:
             return read
         a = next(inputs)
-        return replace(read, a=a, a_version=a._version)
+        return read._replace(a=a, a_version=a._version)
     if not call.gram.is_known:
         return call
     gram = replace(call.gram, square=next(inputs), total=next(inputs))
     if isinstance(gram.rows, Tensor):
         gram = replace(gram, rows=next(inputs))
-    return replace(call, gram=gram)
+    return call._replace(gram=gram)
+
+
+def _copied(directions: Directions) -> Directions:
+    """All in one launch. Where they stand, the next replay writes its own."""
+    if not directions:
+        return {}
+    copies = torch._foreach_mul(list(directions.values()), 1.0)
+    return dict(zip(directions, copies, strict=True))
 
 
 def _recorded(work: Work, solve: Solve, copies: Mapping[int, Tensor]) -> Recording:

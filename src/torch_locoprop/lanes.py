@@ -117,15 +117,12 @@ def join() -> None:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-@contextmanager
-def beside(*read: Tensor) -> Iterator[None]:
+def beside(*read: Tensor) -> AbstractContextManager[object]:
     """Work inside is beside, if that is open."""
     if _beside is None:
-        yield
-        return
+        return nullcontext()
     _held.extend(read)
-    with torch.cuda.stream(_beside):
-        yield
+    return torch.cuda.stream(_beside)
 
 
 def _starts_early() -> bool:

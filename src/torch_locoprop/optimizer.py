@@ -281,7 +281,7 @@ class LocoProp(WithFallback):
         if overwritten:
             self._notices.once("overwritten", notices.overwritten(overwritten))
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
-        group_of = self._group_of() if undecided else {}
+        group_of = self._group_of()
         in_parts = bool(undecided) and compiled_in_parts(self._layers, self._capture.graphs)
         for layer in undecided:
             found = (in_parts, self._capture.leaves)
@@ -303,9 +303,8 @@ class LocoProp(WithFallback):
         if drift_apart(self._capture.processes, self._local_groups(), self._components):
             self._notices.once("processes", DRIFT)
         factors = {} if self._outer is None else self._outer.factors(self._local_groups())
-        directions = self._solve_all(trained, terms)
+        directions = self._solve_all(trained, group_of, terms)
         if self._outer is not None:
-            group_of = self._group_of()
             with capped_step(self._apply, trained, group_of):
                 self._outer.step(directions, factors)
         self._capture.clear()
@@ -338,12 +337,13 @@ class LocoProp(WithFallback):
         if self._apply != "nothing" or self._outer is not None:
             self._step_fallback()
 
-    def _solve_all(self, trained: graphs.Trained, terms: float) -> dict[nn.Parameter, Tensor]:
+    def _solve_all(
+        self, trained: graphs.Trained, group_of: dict[nn.Parameter, Group], terms: float
+    ) -> dict[nn.Parameter, Tensor]:
         """Solve every layer's local problem; on a GPU, by the replay of a graph where that is right."""
         device, *others = {layer.given[0].device for layer in trained}
 
         def solve() -> dict[nn.Parameter, Tensor]:
-            group_of = self._group_of()
             directions: dict[nn.Parameter, Tensor] = {}
             groups = {layer: group_of[layer.given[0]] for layer in trained}
             by_kernels = all(may_have_kernels(*own, self._components) for own in groups.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,8 +50,7 @@ class CompiledCall(NamedTuple):
     number: int  # of the calls of all compiled graphs
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One forward call of a layer, as recorded in a backward pass."""
 
     x: Tensor
@@ -87,11 +86,11 @@ class Call:
         parts: dict[str, Any] = {
             name: kind.take(t, samples) for name, t in recorded.items() if t is not None
         }
-        return replace(self, kept=samples, version=None, a=None, **parts)
+        return self._replace(kept=samples, version=None, a=None, **parts)
 
     def copied(self) -> Call:
         """The same call with an input of its own."""
-        return self if self.version is None else replace(self, x=self.x.clone(), version=None)
+        return self if self.version is None else self._replace(x=self.x.clone(), version=None)
 
     @property
     def identity(self) -> tuple[int, CompiledCall | None]:
@@ -101,11 +100,11 @@ class Call:
     def with_more(self, other: Call) -> Call:
         """The same call after another backward pass through it: gradients add up, rows do not."""
         v = _sum(self.v, other.v) if self.behind == other.behind else None
-        return replace(self, g=_sum(self.g, other.g), v=v)
+        return self._replace(g=_sum(self.g, other.g), v=v)
 
     def times(self, factor: Tensor) -> Call:
         """The call with other gradients."""
-        return replace(self, g=_product(self.g, factor), v=_product(self.v, factor))
+        return self._replace(g=_product(self.g, factor), v=_product(self.v, factor))
 
 
 @dataclass(eq=False)
@@ -189,8 +188,9 @@ class ServedLayer:
         if backward_pass in self._replacing:
             self._replacing.clear()
             self.calls.clear()
-        places = {call.identity: i for i, call in enumerate(self.calls)}
-        for call in self._pending.pop(backward_pass, ()):
+        pending = self._pending.pop(backward_pass, ())
+        places = {call.identity: i for i, call in enumerate(self.calls)} if pending else {}
+        for call in pending:
             place = places.setdefault(call.identity, len(self.calls))
             if place == len(self.calls):
                 with lanes.beside(call.x):
@@ -222,7 +222,7 @@ class ServedLayer:
     def let_go_of_outputs(self) -> None:
         """Nobody will ask for them."""
         if any(call.a is not None for call in self.calls):
-            self.calls[:] = [replace(call, a=None) for call in self.calls]
+            self.calls[:] = [call._replace(a=None) for call in self.calls]
 
     def measure_again(self) -> None:
         """Gradients were averaged after the pass: from their lengths now, others follow."""
@@ -264,8 +264,8 @@ class ServedLayer:
         like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
         if no_rows:
             gram = Gram.unknown(like, self._rows_of(call))
-            call = replace(call, g=None, v=None, a=None, kept=None, version=None)
-            return replace(call, x=nothing, gram=gram)
+            call = call._replace(g=None, v=None, a=None, kept=None, version=None)
+            return call._replace(x=nothing, gram=gram)
         if call.kept is not None or call.is_overwritten:
             return call
         matrix = self.kind.matrix("weight", like)
@@ -274,7 +274,7 @@ class ServedLayer:
         rows = self.kind.collect([call.x], [call.shape], like)
         with full_precision([self]):
             gram = self.kind.products(rows, use.dtype(like))
-        return replace(call, x=nothing, gram=gram, version=None, a=None)
+        return call._replace(x=nothing, gram=gram, version=None, a=None)
 
     def _rows_of(self, call: Call) -> int:
         """How many rows a call had."""
