@@ -2,7 +2,7 @@
 
 Settings are chosen by the loss on validation data, which nothing is trained on and no table shows. At
 equal time, every method trains, with a schedule of its own, as many steps as fit into the time that
-the first method takes; the time of a step is measured beforehand, with nothing else going on.
+the first method takes; the time of a step is measured beforehand, in turns (``timing.py``).
 
 Every run is one JSON file, written when the run is done. Runs whose file is there are not made again,
 so whatever was stopped goes on where it was. One run is in ``training.py``.
@@ -11,27 +11,24 @@ so whatever was stopped goes on where it was. One run is in ``training.py``.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
+import timing
 import torch
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
-from training import Record, Run, Settings, Task, Training, finished, perform, shown, write
+from training import Record, Run, Settings, Task, finished, perform, shown, write
 
 from torch_locoprop.study import machine, safe_files
 
 SEARCH_SEED = 100  # none of the seeds that are reported
-WARM_UP, BLOCKS, BLOCK = 20, 5, 20  # steps of a timing; a factorisation is renewed every 20 steps
 
 
 @dataclass
@@ -87,11 +84,17 @@ class Comparison:
     # ---- timing ----
 
     def timings(self, anew: bool = False) -> Record:
-        """Time and memory of each method, measured one after another, with nothing else going on."""
+        """Time and memory of a step of each method, with nothing else going on."""
         known, here = self.known_timings(), machine.environment(self.device)
         if known and not anew and all(known[name] == value for name, value in here.items()):
             return known
-        measured = {name: self._timed(name) for name in self.methods}
+        runs = [
+            Run(name, self.settings(name), SEARCH_SEED, timing.steps(), self.folder)
+            for name in self.methods
+        ]
+        measured = timing.measured(self.task, runs, self.device)
+        for name, found in measured.items():
+            self.console.print(f"{name}: {found['ms_per_step']:.2f} ms a step", highlight=False)
         record = {"task": self.task.description, **here, "methods": measured}
         write(self.timings_path, record)
         return record
@@ -103,29 +106,6 @@ class Comparison:
         known: Record = json.loads(self.timings_path.read_text())
         same = known["task"] == self.task.description
         return known if same and set(self.methods) <= set(known["methods"]) else None
-
-    def _timed(self, name: str) -> Record:
-        gc.collect()  # the models of other methods
-        device = torch.device(self.device)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        steps = WARM_UP + BLOCKS * BLOCK
-        run = Run(name, self.settings(name), SEARCH_SEED, steps, self.folder)
-        training = Training(self.task, run, self.device)
-        training.advance(WARM_UP)
-        # Not before: what cuDNN tries out in the first steps would count for the first method alone.
-        machine.forget_peak(device)
-        blocks = []
-        for _ in range(BLOCKS):
-            training.seconds = 0.0
-            training.advance(BLOCK)
-            blocks.append(1000 * training.seconds / BLOCK)
-        found = {
-            "ms_per_step": round(statistics.median(blocks), 4),
-            "memory_mib": round(machine.memory_mib(device), 1),
-        }
-        self.console.print(f"{name}: {found['ms_per_step']:.2f} ms a step", highlight=False)
-        return found
 
     # ---- running ----
 
@@ -160,10 +140,8 @@ class Comparison:
                 "The same command makes them."
             )
 
-    def _pool(self) -> ProcessPoolExecutor | InProcess:
-        if self.processes == 1:
-            return InProcess()
-        return ProcessPoolExecutor(self.processes, mp_context=get_context("spawn"))
+    def _pool(self) -> ProcessPoolExecutor | timing.InProcess:
+        return timing.InProcess() if self.processes == 1 else timing.processes(self.processes)
 
     def search(self) -> None:
         """Make all trials of all methods, and say which settings are the best."""
@@ -258,21 +236,6 @@ class Pace:
         now = record["ms_per_step"] / 1000 / self._alone[run.method]
         self._slower = max(now, self._slower) if self._learned else now
         self._learned = True
-
-
-class InProcess:
-    """Runs what is submitted at once, here."""
-
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def submit(self, function: Callable[..., Record], *arguments: Any) -> Future[Record]:
-        future: Future[Record] = Future()
-        future.set_result(function(*arguments))
-        return future
 
 
 def _distinct(runs: Sequence[Run]) -> list[Run]:

@@ -61,14 +61,25 @@ def damped(matrix: Tensor, damping: float) -> Tensor:
     return matrix + (damping * mean).clamp_min(torch.finfo(matrix.dtype).tiny) * eye
 
 
-def cholesky(matrix: Tensor) -> Tensor:
+def is_well_posed(size: int, damping: float, dtype: torch.dtype) -> bool:
+    """Whether any damped matrix, of such a size and damping, has a Cholesky factor in this dtype.
+
+    None of its eigenvalues is larger than ``size / damping + 1`` times another.
+    """
+    return size / damping * torch.finfo(dtype).eps < 1e-2
+
+
+def cholesky(matrix: Tensor, *, well_posed: bool = False) -> Tensor:
     """The lower Cholesky factor in the working dtype, through float64 where that fails.
 
     A matrix that is not positive definite in float64 either (or not finite) gives NaN, which the
-    caller's check for non-finite solutions turns into a skipped update.
+    caller's check for non-finite solutions turns into a skipped update. If it is known to be well
+    posed, so does any other failure, and the host need not look.
     """
     factor: Tensor
     factor, info = torch.linalg.cholesky_ex(at_least_float32(matrix))
+    if well_posed:
+        return torch.where((info != 0)[..., None, None], torch.nan, factor).to(matrix.dtype)
     if not bool((info == 0).all() & factor.isfinite().all()):  # one look: it waits for a GPU
         precise, info = torch.linalg.cholesky_ex(matrix.double())
         factor = torch.where((info != 0)[..., None, None], torch.nan, precise)

@@ -220,8 +220,8 @@ def work_of(
     for group in groups:
         settings = map(group.get, _SETTINGS)
         key += [each if type(each) in _PLAIN else _known(each) for each in settings]
-        fixed = components.solver(group).is_fixed_work(local_problems_before(group))
-        key += (_place(group["lr"]), fixed, group["steps"] % group["every"] == 0)
+        phase = components.solver(group).phase(local_problems_before(group))
+        key += (_place(group["lr"]), phase, group["steps"] % group["every"] == 0)
         key += map(id, group["params"])
     held = tensors + counts
     for p in moving:
@@ -256,7 +256,9 @@ def _is_fixed(
         # The first state is put in its place by the host: that of each tensor, or of all together.
         quantity = all if isinstance(solver, FirstOrder) else any
         settled = solver.name == "sgd" or quantity(bool(state[p]) for p in own.values())
-        fixed = solver.is_fixed_work(local_problems_before(group))
+        weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
+        number, bent = local_problems_before(group), variant.loss.uses_transfer
+        fixed = solver.is_fixed_work(number, weight, bent)
         if not settled or not fixed or not all(map(_is_ours, parts)):
             return False
     return True

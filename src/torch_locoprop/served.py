@@ -253,19 +253,20 @@ class ServedLayer:
 
     def _condensed(self, call: Call) -> Call:
         """The call with what the next step needs: no rows, XᵀX where that is less, or rows."""
+        tensors = self.tensors
         own = {id(p) for p in self.given if p.requires_grad or p.grad is not None}
-        moved = [name for name, p in self.tensors.items() if id(p) in own]
+        moved = [name for name, p in tensors.items() if id(p) in own]
         use = None if self.use_of_rows is None else self.use_of_rows(self, moved)
         no_rows = use is not None and not use.is_any
         if call.sampled is not None or not no_rows:
             call = self._thinned(call)
         if use is None or call.x.numel() == 0:
             return call
-        like, nothing = self.tensors["weight"].detach(), call.x.new_empty(0)
+        like = tensors["weight"].detach()
         if no_rows:
             gram = Gram.unknown(like, self._rows_of(call))
-            call = call._replace(g=None, v=None, a=None, kept=None, version=None)
-            return call._replace(x=nothing, gram=gram)
+            call = call._replace(x=gram.total, gram=gram, version=None)
+            return call._replace(g=None, v=None, a=None, kept=None)
         if call.kept is not None or call.is_overwritten:
             return call
         matrix = self.kind.matrix("weight", like)
@@ -274,7 +275,7 @@ class ServedLayer:
         rows = self.kind.collect([call.x], [call.shape], like)
         with full_precision([self]):
             gram = self.kind.products(rows, use.dtype(like))
-        return call._replace(x=nothing, gram=gram, version=None, a=None)
+        return call._replace(x=call.x.new_empty(0), gram=gram, version=None, a=None)
 
     def _rows_of(self, call: Call) -> int:
         """How many rows a call had."""

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 FOLDER = Path(__file__).parents[2] / "examples"
-MODULES = ("muon", "training", "comparison", "fashion_cnn", "shakespeare_gpt")
+MODULES = ("muon", "training", "timing", "comparison", "fashion_cnn", "shakespeare_gpt")
 TEXT = "to be, or not to be: that is the question.\n" * 60
 CPU = ("--device", "cpu")
 
@@ -38,9 +38,10 @@ def examples() -> Iterator[dict[str, ModuleType]]:
 @pytest.fixture
 def quick(examples: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
     """Short timings, and few evaluations."""
-    monkeypatch.setattr(examples["comparison"], "WARM_UP", 1)
-    monkeypatch.setattr(examples["comparison"], "BLOCKS", 1)
-    monkeypatch.setattr(examples["comparison"], "BLOCK", 2)
+    monkeypatch.setattr(examples["timing"], "WARM_UP", 1)
+    monkeypatch.setattr(examples["timing"], "TURNS", 1)
+    monkeypatch.setattr(examples["timing"], "TURN", 2)
+    monkeypatch.setattr(examples["timing"], "own_process", examples["timing"].InProcess)
     monkeypatch.setattr(examples["training"], "POINTS", 2)
 
 
@@ -351,9 +352,10 @@ import sys
 from pathlib import Path
 
 import comparison
+import timing
 from shakespeare_gpt import ShakespeareGPT
 
-comparison.WARM_UP = comparison.BLOCKS = comparison.BLOCK = 1
+timing.WARM_UP = timing.TURNS = timing.TURN = 1
 
 if __name__ == "__main__":
     options = comparison.parser("", steps=2).parse_args()

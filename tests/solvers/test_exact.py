@@ -8,7 +8,7 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp, transfers
-from torch_locoprop.fisher import cholesky, damped_solve
+from torch_locoprop.fisher import cholesky, damped, damped_solve, is_well_posed
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Squared
 from torch_locoprop.problem import LocalProblem
@@ -209,9 +209,30 @@ def test_factorisation_falls_back_to_float64() -> None:
     assert error < 1e-6
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("rank", [1, 7, 300])
+def test_what_is_well_posed_needs_no_float64(rank: int, scale: float) -> None:
+    """With the least damping that counts as such, at the worst condition: one row, all alike."""
+    size, eps = 300, torch.finfo(torch.float32).eps
+    damping = 1.001 * size * eps / 1e-2
+    assert is_well_posed(size, damping, torch.float32)
+    assert not is_well_posed(size, damping / 1.01, torch.float32)
+    torch.manual_seed(rank)
+    rows = torch.randn(rank, size) if rank > 1 else torch.ones(1, size)
+    matrix = damped(scale * (rows.mT @ rows), damping)
+    factor = cholesky(matrix, well_posed=True)
+    assert torch.equal(factor, cholesky(matrix))
+    right = torch.randn(size, 2)
+    found = torch.cholesky_solve(right, factor)
+    error = (matrix.double() @ found.double() - right).norm() / right.norm()
+    assert error < 1e-2
+
+
 def test_what_cannot_be_factored_is_not_a_number() -> None:
     assert cholesky(-torch.eye(3)).isnan().all()
     assert cholesky(torch.full((3, 3), torch.nan)).isnan().any()
+    assert cholesky(-torch.eye(3), well_posed=True).isnan().all()
+    assert cholesky(torch.full((3, 3), torch.inf), well_posed=True).isnan().any()
     values, vectors = eigh(torch.full((3, 3), torch.inf))
     assert values.isnan().all()
     assert vectors.isnan().all()

@@ -69,12 +69,17 @@ class Solver:
         """
         return None
 
-    def is_fixed_work(self, number: int) -> bool:
+    def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
         """Whether a layer's problem of that number is solved by a fixed sequence of device operations.
 
-        Such can be replayed as a CUDA graph, which runs none of this code again.
+        Such can be replayed as a CUDA graph, which runs none of this code again. The weight is a
+        matrix ``[..., d, n]``, and ``bent`` is whether the loss has a transfer inside.
         """
         return False
+
+    def phase(self, number: int) -> int:
+        """Equal for the numbers of problems that are the same work."""
+        return 0
 
 
 LOCAL_DECAYS = ("linear", "constant")

@@ -25,6 +25,7 @@ from torch_locoprop.fisher import (
     cholesky,
     cholesky_solve,
     damped,
+    is_well_posed,
     running_average,
 )
 from torch_locoprop.gram import Gram, Use, full_products
@@ -97,7 +98,8 @@ class Exact(Solver):
             kept["gram"] = gram
         if h is None:
             if gram is not None and renew:
-                factor = cholesky(self._system(gram, eta))
+                posed = self._is_well_posed(gram.shape[-1], gram.dtype)
+                factor = cholesky(self._system(gram, eta), well_posed=posed)
                 if self.every == 1:
                     return -eta * cholesky_solve(factor, gradient.mT).mT, kept
                 # One product in each of the next steps: triangular solves are slow on a GPU.
@@ -115,8 +117,12 @@ class Exact(Solver):
         shift = self.damping * values.mean(-1)[..., None, None]
         return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
 
-    def is_fixed_work(self, number: int) -> bool:
-        return not self._renews(number)
+    def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
+        posed = not bent and self._is_well_posed(weight.shape[-1] + 1, weight.dtype)
+        return posed or not self._renews(number)
+
+    def phase(self, number: int) -> int:
+        return int(self._renews(number))
 
     def use_of_rows(
         self, local_steps: int, number: int, state: Tensors, columns: int
@@ -136,6 +142,9 @@ class Exact(Solver):
 
     def _renews(self, number: int) -> bool:
         return number % self.every == 0
+
+    def _is_well_posed(self, size: int, dtype: torch.dtype) -> bool:
+        return self.damping is not None and is_well_posed(size, self.damping, dtype)
 
     def _system(self, gram: Tensor, eta: Number) -> Tensor:
         if self.damping is not None:

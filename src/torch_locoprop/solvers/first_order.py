@@ -78,7 +78,7 @@ class FirstOrder(Solver):
         ours = type(self).solve in (FirstOrder.solve, RmsProp.solve)
         return Use(gradients=local_steps - 1) if ours else None
 
-    def is_fixed_work(self, number: int) -> bool:
+    def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
         return True
 
 

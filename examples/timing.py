@@ -1,0 +1,98 @@
+"""Time and memory of a step of several methods.
+
+Each has a process of its own, so that none finds what another has left in memory. They take turns: a
+machine that is slower for a while, as shared ones are, is slower for all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from training import Record, Run, Task, Training
+
+from torch_locoprop.study import machine
+
+# Steps, turns, and steps of each. A factorisation is renewed every 20 steps, and from the fifth time on
+# as what was recorded on a GPU.
+WARM_UP, TURNS, TURN = 100, 9, 20
+
+
+class InProcess:
+    """Runs what is submitted at once, here."""
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+def processes(count: int) -> ProcessPoolExecutor:
+    """So many of them, which start anew: a GPU is not inherited."""
+    return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
+
+
+def own_process() -> AbstractContextManager[Any]:
+    return processes(1)
+
+
+def steps() -> int:
+    """How many each of them makes."""
+    return WARM_UP + TURNS * TURN
+
+
+def measured(task: Task, runs: Sequence[Run], device: str) -> Mapping[str, Record]:
+    """By the names of the methods, in the order of the runs."""
+    turns: dict[str, list[float]] = {run.method: [] for run in runs}
+    with ExitStack() as stack:
+        own = {run.method: stack.enter_context(own_process()) for run in runs}
+        started = [own[run.method].submit(_start, task, run, device, WARM_UP) for run in runs]
+        for each in started:
+            each.result()
+        for _ in range(TURNS):
+            for method, found in turns.items():
+                found.append(own[method].submit(_turn, method, TURN).result())
+        memory = {method: own[method].submit(_end, method).result() for method in turns}
+    return {
+        method: {
+            "ms_per_step": round(statistics.median(found), 4),
+            "ms_in_turns": [round(each, 4) for each in found],
+            "memory_mib": round(memory[method], 1),
+        }
+        for method, found in turns.items()
+    }
+
+
+# ---- in the process of a method ------------------------------------------------------------------
+
+_going: dict[str, Training] = {}
+
+
+def _start(task: Task, run: Run, device: str, steps: int) -> None:
+    _going[run.method] = Training(task, run, device)
+    _going[run.method].advance(steps)
+    # Not before: what cuDNN tries out in the first steps would count.
+    machine.forget_peak(torch.device(device))
+
+
+def _turn(method: str, steps: int) -> float:
+    """Milliseconds of a step."""
+    training = _going[method]
+    training.seconds = 0.0
+    training.advance(steps)
+    return 1000 * training.seconds / steps
+
+
+def _end(method: str) -> float:
+    return machine.memory_mib(_going.pop(method).device)
