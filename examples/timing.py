@@ -18,9 +18,9 @@ from training import Record, Run, Task, Training
 
 from torch_locoprop.study import machine
 
-# Steps, turns, and steps of each. A factorisation is renewed every 20 steps, and from the fifth time on
-# as what was recorded on a GPU.
-WARM_UP, TURNS, TURN = 100, 9, 20
+# Steps, turns, and steps of each. A factorisation is renewed every 20 steps, and a GPU has settled on how
+# to replay that when it was done ten times.
+WARM_UP, TURNS, TURN = 200, 9, 20
 
 
 class InProcess:
