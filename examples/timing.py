@@ -18,8 +18,8 @@ from training import Record, Run, Task, Training
 
 from torch_locoprop.study import machine
 
-# Steps, turns, and steps of each. A factorisation is renewed every 20 steps, and a GPU has settled on how
-# to replay that when it was done ten times.
+# Steps, turns, and steps of each. A factorisation is renewed every 20 steps; on a GPU, how that is
+# replayed has settled when it was done ten times.
 WARM_UP, TURNS, TURN = 200, 9, 20
 
 
