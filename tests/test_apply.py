@@ -60,7 +60,37 @@ def test_one_iteration_is_the_outer_optimizer_itself(
     optimizers = [made] if isinstance(made, Optimizer) else made
     train(plain, lambda: [each.step() for each in optimizers])
     train(model, loco(model, OUTER[outer], variant=variant, local_reduction=reduction).step)
-    assert_close(weights(model), weights(plain))
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"variant": "proxprop"},
+        {"gate": True, "lr": 1e6, "local_steps": 9, "variant": "locoprop-s"},  # always closed
+        {"cap": 2.0, "cap_by": "backprop"},  # of which one step has no need
+        {"every": 100, "solver": Exact(), "variant": "locoprop-s"},
+    ],
+    ids=["one", "proxprop", "gate", "cap", "every"],
+)
+def test_a_backprop_step_is_the_gradient_to_the_last_bit(
+    options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    model = network().to(dtype)
+    plain = copy.deepcopy(model)
+    opt = loco(model, OUTER["adamw"], lr=options.pop("lr", 1e-5), **options)
+    if "every" in options:
+        opt.param_groups[0]["steps"] = 1  # the first step is one of those between
+    made = OUTER["adamw"](list(plain.parameters()))
+    for i in range(5):
+        x, y = batch(8, 6, seed=i).to(dtype), batch(8, 3, seed=50 + i).to(dtype)
+        for each, step in ((model, opt.step), (plain, made.step)):
+            each.zero_grad()
+            cross_entropy(each(x), y).backward()
+            step()
+    assert all(map(torch.equal, weights(model), weights(plain)))
 
 
 def test_a_small_learning_rate_loses_no_digits() -> None:

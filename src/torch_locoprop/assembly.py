@@ -21,6 +21,7 @@ from torch_locoprop.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Solver
+from torch_locoprop.targets import BackPropTarget
 from torch_locoprop.transfers import Linear
 from torch_locoprop.variants import VARIANTS, Variant
 
@@ -69,6 +70,14 @@ def backprop_step(method: Method) -> Method:
     """One local iteration: all that is left for a layer with a gradient but no rows or no Fisher."""
     solver = SOLVERS["sgd"] if _is_exact(method) else method.solver
     return Method(VARIANTS["locoprop-s"], solver, REGULARIZERS["none"], local_steps=1)
+
+
+def is_backprop(method: Method) -> bool:
+    """Whether the solution is the BackProp step: one plain iteration, with nothing added."""
+    one = method.local_steps == 1 and type(method.solver) is type(SOLVERS["sgd"])
+    free = method.regularizer is REGULARIZERS["none"]
+    of_target = type(method.variant.target).first_gradient
+    return one and free and of_target is BackPropTarget.first_gradient
 
 
 def local_problem(

@@ -15,6 +15,7 @@ from torch_locoprop.assembly import (
     asks_for_fisher,
     asks_for_output,
     backprop_step,
+    is_backprop,
     local_problem,
     loss_terms,
     may_have_kernels,
@@ -398,7 +399,7 @@ class LocoProp(WithFallback):
         )
         if fisher is not None:
             states[owner]["fisher"] = fisher
-        return self._take(layer, problem, new, states, group_of)
+        return self._take(layer, problem, new, states, group_of, is_backprop(method))
 
     def _take(
         self,
@@ -407,6 +408,7 @@ class LocoProp(WithFallback):
         new: Tensors,
         states: dict[str, Tensors],
         group_of: dict[nn.Parameter, Group],
+        plain: bool,
     ) -> dict[nn.Parameter, Tensor]:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
         group = group_of[layer.given[0]]
@@ -438,7 +440,17 @@ class LocoProp(WithFallback):
         if self._apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self._outer is not None:
-            return {p: as_gradient(p, moved, ok, group_of[p]) for p, moved in solution.items()}
+            stays: bool | Tensor = plain if found.gated is None else found.gated | plain
+            if found.capped is not None:
+                stays = ~found.capped & stays
+            backprop = {
+                layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
+                for name, t in problem.backprop.items()
+            }
+            return {
+                p: as_gradient(p, moved, ok, group_of[p], backprop[p], stays)
+                for p, moved in solution.items()
+            }
         return {}
 
     def _without_fisher(self, layer: ServedLayer, method: Method) -> Method:

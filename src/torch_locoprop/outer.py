@@ -134,10 +134,24 @@ def make_outer(apply: str, factory: OuterFactory | None, groups: list[Group]) ->
     return Outer(factory, [p for group in groups for p in group["params"]])
 
 
-def as_gradient(parameter: nn.Parameter, moved: Tensor, ok: Tensor, group: Group) -> Tensor:
-    """A displacement as the gradient that would have made it; the ordinary one if it is not finite."""
+def as_gradient(
+    parameter: nn.Parameter,
+    moved: Tensor,
+    ok: Tensor,
+    group: Group,
+    backprop: Tensor,
+    is_backprop: bool | Tensor,
+) -> Tensor:
+    """A displacement as the gradient that would have made it; the ordinary one if it is not finite.
+
+    Where it is the BackProp step, that is the gradient ``backprop`` to the last bit.
+    """
     assert parameter.grad is not None
     direction = moved / (-group["local_lr"] * group["gamma"])
+    if is_backprop is not False:
+        direction = (
+            backprop if is_backprop is True else torch.where(is_backprop, backprop, direction)
+        )
     ordinary = torch.nan_to_num(parameter.grad, nan=0.0, posinf=0.0, neginf=0.0)
     return torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
 
