@@ -58,6 +58,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"param_groups": [{"params": nn.Linear(2, 2).parameters()}]}, "not the model's"),
     ({"param_groups": [{"lr": 1.0}]}, "A parameter group has no 'params'"),
     ({"variant": "LocoProp-M"}, "Did you mean 'locoprop-m'"),
+    ({"layers": []}, "layers= names no layer"),
 ]
 
 
@@ -78,6 +79,13 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ({"solver": torch.optim.SGD}, "Invalid solver="),
         ({"variant": Variant("mine", "target", Squared())}, "Invalid target='target' in a variant"),
         ({"variant": Variant("mine", GradientDescent(), 1)}, "Invalid loss=1 in a variant"),
+        ({"outer": lambda params: None, "apply": "gradient"}, "outer= must be, or return"),
+        ({"outer": 3, "apply": "nothing"}, "outer= must be, or return"),
+        ({"layers": [1]}, "layers= takes names of layers"),
+        ({"layers": lambda name: True}, "layers= takes names of layers"),
+        ({"transfers": ["tanh"]}, "transfers= takes a dictionary"),
+        ({"param_groups": network().parameters()}, "param_groups= takes dictionaries"),
+        ({"diagnose": "yes"}, "diagnose= is True or False"),
     ],
 )
 def test_components_of_the_wrong_type(options: dict[str, Any], message: str) -> None:

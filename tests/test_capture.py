@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_close, batch, cross_entropy, weights
+from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
@@ -226,3 +227,40 @@ def test_a_patched_forward_falls_back() -> None:
     model[0].forward = lambda x: 2 * original(x)  # type: ignore[method-assign]
     opt = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1))
     assert "Linear has a forward of its own" in opt.summary()
+
+
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "proxprop"])
+def test_a_layer_that_is_not_called_is_told_of_until_it_is(variant: str) -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, variant=variant, output_transfer="sigmoid")
+
+    def row(first: Callable[[Tensor], Tensor]) -> str:
+        opt.zero_grad()
+        model[1:](first(batch(8, 6))).square().sum().backward()
+        opt.step()
+        return opt.summary().splitlines()[2]
+
+    by_hand = partial(F.linear, weight=model[0].weight, bias=model[0].bias)
+    assert "is not called" not in row(model[0])
+    with pytest.warns(UserWarning, match="forward was not called"):
+        assert "its forward is not called: it takes BackProp steps" in row(by_hand)
+    assert "is not called" not in row(model[0])
+
+
+def test_once_transfers_are_known_the_graph_is_the_users_own() -> None:
+    """Activations in place, on outputs that are views: the same steps as by others, bit for bit."""
+    results = []
+    for act in (F.relu_, F.relu):
+        torch.manual_seed(0)
+        first, second = nn.Linear(6, 5), nn.Linear(5, 3)
+        model = nn.Sequential(first, second).double()
+        opt = LocoProp(model, lr=1e-2, local_steps=3, output_transfer="linear")
+        for seed in range(4):
+            opt.zero_grad()
+            a = first(batch(2, 4, 6, seed=seed))
+            assert a._is_view() == (seed > 0)  # as PyTorch has it
+            second(act(a)).square().sum().backward()
+            opt.step()
+        assert "relu" in opt.summary()
+        results.append(weights(model))
+    assert_close(*results, 0.0)

@@ -483,7 +483,20 @@ def test_settings_that_change_after_the_backward_pass(before: Any, after: Any) -
     opt.param_groups[0].update(after)
     with pytest.raises(RuntimeError, match="changed between backward"):
         opt.step()
-    assert_close(weights(model), start)
+    assert_close(weights(model), start, 0.0)
+
+
+def test_an_error_comes_before_any_layer_is_written() -> None:
+    """The last layers are solved first; here only the first one lacks its rows."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3))
+    opt = LocoProp(model.double(), variant="locoprop-s", local_steps=4, output_transfer="softmax")
+    start = weights(model)
+    model(batch(60, 4)).square().sum().backward()
+    assert any(call.gram is not None for call in opt._layers[0].calls)
+    opt.param_groups[0]["variant"] = "locoprop-m"
+    with pytest.raises(RuntimeError, match="changed between backward"):
+        opt.step()
+    assert_close(weights(model), start, 0.0)
 
 
 def test_products_in_single_precision_do_for_no_closed_form() -> None:

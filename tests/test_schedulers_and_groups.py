@@ -222,3 +222,47 @@ def test_maximize_is_the_negated_loss() -> None:
     up.step()
     down.step()
     assert_close(weights(model), weights(other))
+
+
+def test_a_group_that_is_refused_leaves_all_as_it_was() -> None:
+    model = network()
+    opt = LocoProp(
+        model,
+        param_groups=[{"params": [p for p in model.parameters() if p is not model[0].bias]}],
+        output_transfer="sigmoid",
+    )
+    before = weights(model)
+    with pytest.raises(ValueError, match="differ in gamma"):
+        opt.add_param_group({"params": [model[0].bias], "gamma": 3.0})
+    assert len(opt.param_groups) == 1
+    step(model, opt)
+    assert not torch.equal(before[0], model[0].weight)
+
+
+def test_groups_have_names() -> None:
+    model = network()
+    opt = LocoProp(model, param_groups=[{"params": model.parameters(), "name": "all"}])
+    step(model, opt)
+    assert opt.param_groups[0]["name"] == "all"
+    assert opt.state_dict()["param_groups"][0]["name"] == "all"
+
+
+@pytest.mark.parametrize("variant", ["pocoprop-s", "pocoprop-m"])
+def test_a_variant_that_asks_for_more_is_taken_from_the_next_forward_pass_on(variant: str) -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, gamma=20.0, solver="sgd", output_transfer="sigmoid")
+    step(model, opt)
+    own = {"lr": 1e-3, "gamma": 20.0, "solver": "sgd", "variant": variant}
+    expected = after_one_step(copy.deepcopy(model), **own)
+    opt.param_groups[0]["variant"] = variant
+    step(model, opt)
+    assert_close(weights(model), expected, 1e-12)
+    opt.param_groups[0]["variant"] = "locoprop-s"
+    step(model, opt)
+    opt.zero_grad()
+    model(batch(8, 6)).square().sum().backward()
+    before = weights(model)
+    opt.param_groups[0]["variant"] = variant
+    with pytest.raises(RuntimeError, match="gradients of its outputs, which were not kept"):
+        opt.step()
+    assert_close(weights(model), before, 0.0)

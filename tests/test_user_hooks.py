@@ -139,3 +139,23 @@ def test_a_copy_made_before_a_step_has_neither_gradients_nor_rows(copied) -> Non
         stepping.step()
         results.append(weights(each))
     assert_close(*results, 0.0)
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-s", "natural-s", "proxprop"])
+def test_full_backward_hooks_change_nothing(variant: str) -> None:
+    results = []
+    for hooked in (False, True):
+        model, seen = network(), list[nn.Module]()
+        opt = LocoProp(model, lr=1e-2, variant=variant, output_transfer="sigmoid")
+        for module in model if hooked else ():
+            module.register_full_backward_hook(
+                lambda m, inputs, outputs, seen=seen: seen.append(m)  # type: ignore[misc]
+            )
+        for seed in range(3):
+            opt.zero_grad()
+            model(batch(*SHAPE, seed=seed).requires_grad_()).square().sum().backward()
+            opt.step()
+        results.append((weights(model), opt.summary()))
+        assert bool(seen) == hooked
+    assert_close(results[0][0], results[1][0], 0.0)
+    assert results[0][1] == results[1][1]

@@ -173,18 +173,32 @@ def _before(layer: ServedLayer, group_of: dict[nn.Parameter, Group]) -> Before |
     return Before(a, group_of[weight]["lr"], group_of[weight]["weight_decay"])
 
 
-def _check_rows(layer: ServedLayer, x: Any) -> None:
+def check_still_served(layer: ServedLayer, group: Group, components: Components) -> None:
     """Raise if settings changed after the backward pass to such as need what was not recorded."""
+    if not layer.calls:
+        return
+    needs = planned_method(layer, group, components).variant.target.needs & {"g", "v"}
+    if not needs <= layer.needs:
+        raise _changed(layer, "gradients of its outputs, which were not kept")
+    _check_rows(layer, layer.inputs())
+
+
+def _check_rows(layer: ServedLayer, x: Any) -> None:
+    """Likewise, of the rows."""
     if not isinstance(x, Gram) or layer.use_of_rows is None:
         return
     use = layer.use_of_rows(layer, layer.with_gradient)
     thinned = any(call.kept is not None for call in layer.calls)
     if thinned or not x.serves(use, layer.tensors["weight"]):
-        raise RuntimeError(
-            f"The settings of layer {layer.name!r} were changed between backward() and step() to "
-            "some that need its inputs, of which only a summary was kept. Change settings before "
-            "the forward pass, or call zero_grad() and backward() again."
-        )
+        raise _changed(layer, "its inputs, of which only a summary was kept")
+
+
+def _changed(layer: ServedLayer, needed: str) -> RuntimeError:
+    return RuntimeError(
+        f"The settings of layer {layer.name!r} were changed between backward() and step() to some that "
+        f"need {needed}. Change settings before the forward pass, or call zero_grad() and backward() "
+        "again."
+    )
 
 
 def use_of_rows(

@@ -128,4 +128,4 @@ def effective_variant(variant: Variant, layer: ServedLayer) -> tuple[Variant, st
         return variant, IN_PIECES
     if "v" in variant.target.needs and layer.compiled and layer.transfer is not None:
         return variant, "" if layer.transfer.strictly_increasing else COMPILED
-    return variant, ""
+    return variant, layer.note if layer.note == NOT_CALLED else ""

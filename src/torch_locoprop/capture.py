@@ -38,6 +38,10 @@ class Capture:
     ) -> None:
         self.layers = {layer.module: layer for layer in layers}
         self.tracing = True  # search the graph for transfers
+        self.sums: bool | None = None  # the loss, as a closure's graph tells
+        self.plan: Callable[[], Callable[[], None] | None] = lambda: (
+            None
+        )  # to be made again, weakly
         self.record_post_gradients = False
         self.processes: Any = None  # that have their gradients averaged, once they were seen to
         self._seed: int | None = None  # of the labels drawn in the next forward pass
@@ -84,6 +88,7 @@ class Capture:
     def trace_loss(self, loss: object) -> None:
         """Look for the output's transfer inside a loss returned by a closure."""
         if isinstance(loss, Tensor) and self.tracing:
+            self.sums = detection.sums(loss)
             detection.trace(loss, MODEL_OUTPUT)
 
     def _after_layer(
@@ -94,6 +99,8 @@ class Capture:
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
         layer = self.layers.get(module)
+        if layer is not None and not layer.is_intact:  # a call with others in their place
+            layer = None
         x: Tensor = args[0] if args else kwargs["input"]
         if self.tracing:
             self._search(x, LAYER_INPUT)
@@ -195,6 +202,8 @@ class Capture:
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._in_forward = []
+        if (plan := self.plan()) is not None:
+            plan()
 
     def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         calls, self._in_forward = self._in_forward or [], None

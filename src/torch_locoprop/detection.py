@@ -96,9 +96,16 @@ _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBa
 
 def matmul_node(node: Node) -> Node:
     """The node that computes a layer's pre-activation, below the reshapes of its output."""
-    while node.name() in _TRANSPARENT and node.next_functions[0][0] is not None:
+    while _is_transparent(node) and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return node
+
+
+def _is_transparent(node: Node) -> bool:
+    """Whether a node keeps the elements it is given: rearranged, or passed by a module's hooks."""
+    name = node.name()
+    hooked = name == "BackwardHookFunctionBackward" and len(node.next_functions) == 1
+    return name in _TRANSPARENT or hooked
 
 
 def mark_layer(node: Node) -> Mark:
@@ -139,7 +146,7 @@ def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int
             if consumer not in mark.consumers:
                 mark.consumers.append(consumer)
             continue
-        if node.name() not in _TRANSPARENT:
+        if not _is_transparent(node):
             consumer = _mark_operation(node, consumer, record_gradients)
         stack += [(below, consumer) for below in _inputs(node, consumer)]
     return leaves
@@ -308,11 +315,16 @@ _LOSS_TRANSFERS = {
     "cross_entropy": "softmax",
     "MSELoss": "linear",
     "mse_loss": "linear",
+    # Of models that end in their transfer.
+    "BCELoss": None,
+    "binary_cross_entropy": None,
+    "NLLLoss": None,
+    "nll_loss": None,
 }
 
 
-def transfer_inside(loss_fn: object) -> Transfer:
-    """The transfer inside one of PyTorch's losses, given as a module or a function."""
+def transfer_inside(loss_fn: object) -> Transfer | None:
+    """The transfer inside one of PyTorch's losses, a module or a function; None: there is none."""
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if name not in _LOSS_TRANSFERS:
         raise ValueError(
@@ -320,4 +332,24 @@ def transfer_inside(loss_fn: object) -> Transfer:
             f"softmax or linear) instead, or none where the model itself ends in its transfer. "
             f"Known losses: {', '.join(_LOSS_TRANSFERS)}."
         )
-    return transfers.get(_LOSS_TRANSFERS[name])
+    known = _LOSS_TRANSFERS[name]
+    return None if known is None else transfers.get(known)
+
+
+def sums(loss: Tensor) -> bool | None:
+    """Whether a loss sums its terms, and does not average them; None: its graph does not tell."""
+    found, seen, stack = set(), set(), [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen or _notes(node).get(KEY, MODEL_OUTPUT).is_layer:
+            continue
+        seen.add(node)
+        reduction = getattr(node, "_saved_reduction", None)
+        if reduction is None:
+            stack += [below for below, _ in node.next_functions]
+        else:
+            found.add(reduction)
+    return _SUM in found if len(found) == 1 and found <= {_MEAN, _SUM} else None
+
+
+_MEAN, _SUM = 1, 2  # as PyTorch's losses save them

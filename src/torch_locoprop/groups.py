@@ -17,7 +17,17 @@ from torch_locoprop.transfers import Transfer
 
 Group = dict[str, Any]
 
-_BOOKKEEPING = ("params", "initial_lr", "local_lr", "fallback", "steps", "state_of")
+_BOOKKEEPING = ("params", "name", "initial_lr", "local_lr", "fallback", "steps", "state_of")
+
+
+def merged(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
+    """A group with the defaults for all it does not set."""
+    if not isinstance(group, Mapping):
+        raise TypeError(
+            "param_groups= takes dictionaries with 'params' and settings of their own, not "
+            f"{type(group).__name__}."
+        )
+    return {**defaults, **group}
 
 
 def checked_group(

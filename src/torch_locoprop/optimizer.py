@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, overload
@@ -15,6 +16,7 @@ from torch_locoprop.assembly import (
     asks_for_fisher,
     asks_for_output,
     backprop_step,
+    check_still_served,
     is_backprop,
     local_problem,
     loss_terms,
@@ -38,6 +40,7 @@ from torch_locoprop.groups import (
     check_agreement,
     check_predictive,
     checked_group,
+    merged,
     numbers,
     restricted,
     warn_of_ignored,
@@ -64,6 +67,9 @@ from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
 
+# Settings that tell what has to be recorded of a layer.
+_PLANNED = ("variant", "solver", "regularizer", "local_steps", "every", "max_rows", "gate")
+
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
 
 
@@ -88,7 +94,8 @@ class LocoProp(WithFallback):
             the local iterations.
         local_decay: ``linear``, the rate of iteration t is ``lr · max(1 − t/T, 1/4)``; ``constant``.
         local_reduction: ``sum`` over rows, as in the paper; ``mean``, which makes the settings
-            independent of the batch size and, told the loss by ``loss_fn``, of its reduction.
+            independent of the batch size and of the loss's reduction. A loss that sums has to be told
+            by ``loss_fn``; the one that a closure returns tells it by itself.
         local_products: ``full``, matrix products of local iterations are as exact as torch's (in
             float32 on a GPU to a factor of two: the kernels take three in TF32); ``bf16``,
             they may be of numbers rounded to bfloat16, where that is faster: on a GPU, where the
@@ -101,7 +108,7 @@ class LocoProp(WithFallback):
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every layer whose own output the model returns; a transfer in the model is found by
             itself. Name the others of a model with several heads in ``transfers``.
-        loss_fn: the loss itself, from which ``output_transfer`` is read.
+        loss_fn: the loss itself, from which ``output_transfer`` and the reduction are read.
         every: solve the local problems in every k-th step; the others are BackProp: one iteration of
             the solver, with its state (of ``exact``: of ``sgd``).
         max_rows: keep at most so many rows of each call of a layer, drawn at random; each stands for
@@ -181,10 +188,18 @@ class LocoProp(WithFallback):
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         self._model = model
         self._components = Components()
+        if transfers is not None and not isinstance(transfers, Mapping):
+            raise TypeError(
+                "transfers= takes a dictionary from the names of modules to transfers, not "
+                f"{type(transfers).__name__}."
+            )
+        for name, switch in (("diagnose", diagnose), ("cuda_graph", cuda_graph)):
+            if not isinstance(switch, bool):
+                raise TypeError(f"{name}= is True or False, not {switch!r}.")
         self._given_transfers = dict(transfers or {})
         self._output_transfer = None if output_transfer is None else get(output_transfer)
         self._loss_transfer = None if loss_fn is None else detection.transfer_inside(loss_fn)
-        self._loss_sums = getattr(loss_fn, "reduction", "mean") == "sum"
+        self._loss_sums = None if loss_fn is None else getattr(loss_fn, "reduction", "") == "sum"
         self._fallback = None
         self._fallback_factory = fallback
         self._notices = notices.Notices()
@@ -220,7 +235,7 @@ class LocoProp(WithFallback):
         }
         defaults = self._components.check(defaults)
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
-        checked = [self._checked({**defaults, **group}) for group in groups]
+        checked = [self._checked(merged(defaults, group)) for group in groups]
         given = {p for group in checked for p in group["params"]}
         self._patterns = None if layers is None else patterns_of(layers, model)
         served, unserved = survey(model, given, patterns=self._patterns)
@@ -290,6 +305,9 @@ class LocoProp(WithFallback):
             layer.condense()  # as it will be from now on, and is after a resumption
             if not asks_for_output(layer, group_of[layer.given[0]], self._components):
                 layer.let_go_of_outputs()
+        if self._planned != self._asked():
+            for layer in trained:
+                check_still_served(layer, group_of[layer.given[0]], self._components)
         hooked = [
             layer.name
             for layer, own in trained.items()
@@ -317,7 +335,8 @@ class LocoProp(WithFallback):
 
     def _loss_terms(self) -> float:
         """How many terms the loss sums, where averages are asked for; otherwise 1."""
-        if not self._loss_sums:
+        sums = self._capture.sums if self._loss_sums is None else self._loss_sums
+        if not sums:
             return 1.0
         terms = loss_terms(self._layers)
         if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
@@ -385,6 +404,8 @@ class LocoProp(WithFallback):
                 return {} if self._outer is None else gradients
             layer.note = layer.note or NOT_CALLED
             self._notices.once(layer.name, notices.not_called(layer.name))
+        elif layer.note == NOT_CALLED:
+            layer.note = ""
         state = solver_state.like(parameter, self.state[parameter])
         fisher = running_fisher(layer, method, state.get("fisher"))
         if fisher is None and asks_for_fisher(method):
@@ -538,12 +559,13 @@ class LocoProp(WithFallback):
                 "A group was added between backward() and step(): what the layers recorded would be "
                 "lost. Call step() or zero_grad() first."
             )
-        group = self._checked({**self.defaults, **param_group})
+        group = self._checked(merged(self.defaults, param_group))
         known = {p for own in self.param_groups for p in own["params"]}
         if known & set(group["params"]):
             raise ValueError("some parameters appear in more than one parameter group")
         served, _ = survey(self._model, known | set(group["params"]), patterns=self._patterns)
         local = {p for layer in served for p in layer.tensors.values()}
+        check_agreement(served, self._group_of() | dict.fromkeys(group["params"], group))
         warn_of_ignored([param_group], [group], local)
         for part in restricted([group], local):
             super().add_param_group(part)
@@ -616,12 +638,14 @@ class LocoProp(WithFallback):
         check_agreement(self._layers, self._group_of())
         output_transfer = self._output_transfer or self._loss_transfer
         self._capture = Capture(self._model, self._layers, output_transfer)
+        self._capture.plan = weakref.WeakMethod(self._plan_anew)
         self._graphs = graphs.StepGraphs()
         self._attached = True
         self._plan_capture()
 
     def _plan_capture(self) -> None:
         """Tell the hooks what the next step will need of each layer."""
+        self._planned = self._asked()
         steps = next(group["steps"] for group in self._local_groups())
         group_of = self._group_of()
         draw = False
@@ -643,6 +667,15 @@ class LocoProp(WithFallback):
         active = [layer for layer in self._layers if layer.trained]
         self._capture.tracing = any(not layer.decided or layer.needs for layer in active)
         self._capture.record_post_gradients = any("v" in layer.needs for layer in active)
+
+    def _asked(self) -> list[object]:
+        """What the plan depends on, of all that a user may change."""
+        return [group[name] for group in self._local_groups() for name in _PLANNED]
+
+    def _plan_anew(self) -> None:
+        """Before a forward pass: settings may have been changed since the last step."""
+        if self._planned != self._asked() and not any(layer.calls for layer in self._layers):
+            self._plan_capture()
 
     def _group_of(self) -> dict[nn.Parameter, Group]:
         return {p: group for group in self._local_groups() for p in group["params"]}

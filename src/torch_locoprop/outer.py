@@ -12,7 +12,7 @@ take no notice of the length of a gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -39,7 +39,11 @@ class Outer:
 
     def __init__(self, factory: OuterFactory, params: list[nn.Parameter]) -> None:
         made = factory(params) if callable(factory) else factory
-        self.optimizers = [made] if isinstance(made, Optimizer) else list(made)
+        self.optimizers: list[Optimizer]
+        if isinstance(made, Iterable) and not isinstance(made, Optimizer):
+            self.optimizers = list(made)
+        else:
+            self.optimizers = [made]
         for optimizer in self.optimizers:
             if not isinstance(optimizer, Optimizer) or isinstance(optimizer, torch.optim.LBFGS):
                 raise TypeError(
@@ -126,9 +130,9 @@ def make_outer(apply: str, factory: OuterFactory | None, groups: list[Group]) ->
     for group in groups:
         if group["weight_decay"] != 0 or not float(group["lr"]) > 0:
             raise ValueError(
-                f"Invalid weight_decay={group['weight_decay']}, lr={group['lr']}. With "
-                'apply="gradient", weight decay is a setting of outer=, and lr, which shapes the '
-                "local problem, must be > 0."
+                f"Invalid weight_decay={group['weight_decay']}, lr={group['lr']}. With outer=, "
+                "weight decay is a setting of that optimizer, and lr, which shapes the local problem, "
+                "must be > 0."
             )
         group["local_lr"] = float(group["lr"])
     return Outer(factory, [p for group in groups for p in group["params"]])

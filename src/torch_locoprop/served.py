@@ -138,7 +138,8 @@ class ServedLayer:
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # of skipped, gated, capped ones
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
-    _versions: list[int] = field(default_factory=list)  # of the gradients after the last commit
+    # The gradients after the last commit, and their versions.
+    _versions: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     _lengths: dict[nn.Parameter, Tensor] = field(default_factory=dict)  # likewise
 
     @property
@@ -202,7 +203,8 @@ class ServedLayer:
             self.calls[place] = first.with_more(same)
         if len(self.calls) > 1:
             self.let_go_of_outputs()
-        self._versions = [p.grad._version for p in self.trained if p.grad is not None]
+        gradients = [p.grad for p in self.trained if p.grad is not None]
+        self._versions = [(weakref.ref(g), g._version) for g in gradients]
         self._lengths = self._gradient_lengths()
         self.ready = lanes.mark()
 
@@ -331,7 +333,12 @@ class ServedLayer:
         gradients = [p.grad for p in self.trained if p.grad is not None]
         if not gradients or not self.calls:
             return True
-        if [g._version for g in gradients] == self._versions:
+        known = [(ref(), version) for ref, version in self._versions]
+        now = [(g, g._version) for g in gradients]
+        if len(now) == len(known) and all(
+            g is before and version == then
+            for (g, version), (before, then) in zip(now, known, strict=True)
+        ):
             return False
         return not any(bool(g.any()) for g in gradients)
 

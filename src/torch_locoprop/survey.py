@@ -87,7 +87,18 @@ def check_any_served(served: Sequence[ServedLayer], unserved: Sequence[Unserved]
 
 def patterns_of(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     """The names of layers to serve; one string is one pattern. Each must match a layer."""
-    patterns = (layers,) if isinstance(layers, str) else tuple(layers)
+    given = (
+        [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)
+    )
+    for each in given:
+        if not isinstance(each, str):
+            raise TypeError(
+                "layers= takes names of layers, or patterns such as 'encoder.*', not "
+                f"{type(each).__name__}."
+            )
+    if not given:
+        raise ValueError("layers= names no layer. Give None for all that can have local problems.")
+    patterns = tuple(given)
     names = [name for name, module in model.named_modules() if layer_kind(module) is not None]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

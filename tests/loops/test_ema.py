@@ -9,6 +9,7 @@ import weakref
 import torch
 from cases import assert_close, cross_entropy, weights
 from loops.plain import STEPS, data, each_model, each_variant, loco, make, plain, train
+from torch.func import functional_call
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
@@ -100,3 +101,19 @@ def test_an_average_is_restored_into_the_model() -> None:
         opt.step()
         opt.zero_grad()
     assert_close(weights(model), train("locoprop-s", solver="sgd"), 0.0)
+
+
+@each_variant
+def test_a_call_with_other_weights_is_none_of_the_layers(variant: str) -> None:
+    """They stand in the modules while it lasts, and its rows are no part of the local problem."""
+    model = make()
+    opt = loco(model, variant)
+    others = {name: 0.5 * p.detach() for name, p in model.named_parameters()}
+    for seed in range(STEPS):
+        x, y = data(seed=seed)
+        beside = (3 * x).requires_grad_()
+        loss = cross_entropy(model(x), y)
+        (loss + 0 * functional_call(model, others, (beside,)).sum()).backward()
+        opt.step()
+        opt.zero_grad()
+    assert_close(weights(model), train(variant), 1e-12)

@@ -114,3 +114,59 @@ def test_without_a_loss_the_batch_size_does_not_matter() -> None:
             opt.zero_grad()
         results.append(weights(model))
     assert_close(*results, 1e-11)
+
+
+@each_variant
+@pytest.mark.parametrize(
+    ("loss", "transfer"),
+    [
+        (nn.functional.binary_cross_entropy_with_logits, "sigmoid"),
+        (nn.functional.mse_loss, "linear"),
+        (nn.functional.cross_entropy, "softmax"),
+    ],
+)
+def test_a_closure_tells_the_reduction(variant: str, loss: Any, transfer: str) -> None:
+    x, y = data()
+    y = y.argmax(-1) if transfer == "softmax" else y
+    results = []
+    for reduction in ("mean", "sum"):
+        model = make()
+        opt = LocoProp(
+            model,
+            variant=variant,
+            lr=1e-2,
+            gamma=2.0,
+            local_reduction="mean",
+            output_transfer=transfer,
+        )
+
+        def closure(
+            model: nn.Module = model, opt: LocoProp = opt, reduction: str = reduction
+        ) -> Any:
+            opt.zero_grad()
+            found = 3 * loss(model(x), y, reduction=reduction) / 3
+            found.backward()
+            return found
+
+        for _ in range(3):
+            opt.step(closure)
+        results.append(weights(model))
+    assert_close(*results, 1e-10)
+
+
+@pytest.mark.parametrize("loss", [nn.BCELoss, nn.NLLLoss])
+def test_losses_of_models_that_end_in_their_transfer(loss: Any) -> None:
+    x, y = data()
+    if loss is nn.NLLLoss:
+        y = y.argmax(-1)
+    results = []
+    for reduction in ("mean", "sum"):
+        end = nn.Sigmoid() if loss is nn.BCELoss else nn.LogSoftmax(-1)
+        model, criterion = nn.Sequential(make(), end), loss(reduction=reduction)
+        opt = LocoProp(model, lr=1e-2, local_reduction="mean", loss_fn=criterion)
+        for _ in range(3):
+            opt.zero_grad()
+            criterion(model(x), y).backward()
+            opt.step()
+        results.append(weights(model))
+    assert_close(*results, 1e-10)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from cases import assert_close, cross_entropy, weights
 from loops.plain import STEPS, data, each_model, each_variant, loco, make, plain, train
 from torch import Tensor, nn
@@ -21,6 +22,9 @@ ZERO: dict[str, Zero] = {
     "by hand": lambda model, opt: [setattr(p, "grad", None) for p in model.parameters()],
     "by hand, to zero": lambda model, opt: [
         p.grad.zero_() for p in model.parameters() if p.grad is not None
+    ],
+    "by hand, other zeros": lambda model, opt: [
+        setattr(p, "grad", torch.zeros_like(p)) for p in model.parameters() if p.grad is not None
     ],
 }
 ORDER = ("before forward", "before backward", "after step", "everywhere")
