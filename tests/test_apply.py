@@ -194,7 +194,7 @@ def test_muon_is_given_the_closed_form_on_running_averages() -> None:
 
 
 def test_an_optimizer_that_is_there_already() -> None:
-    """Over all parameters, where all have a local problem; otherwise it would train too many."""
+    """Over all parameters, where all have a local problem."""
     model = network()
     plain = copy.deepcopy(model)
     opt = loco(model, torch.optim.Adam(model.parameters(), lr=0.01))  # type: ignore[arg-type]
@@ -202,9 +202,80 @@ def test_an_optimizer_that_is_there_already() -> None:
     adam = torch.optim.Adam(plain.parameters(), lr=0.01)
     train(plain, adam.step)
     assert_close(weights(model), weights(plain))
-    norm = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
-    with pytest.raises(ValueError, match="Give a function of them"):
-        loco(norm, torch.optim.Adam(norm.parameters(), lr=0.01))  # type: ignore[arg-type]
+
+
+def with_a_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+
+
+def adam_of(model: nn.Module) -> torch.optim.Adam:
+    norms = list(model[1].parameters())  # type: ignore[index]
+    rest = [p for p in model.parameters() if all(p is not own for own in norms)]
+    groups = [{"params": [rest[0], *norms]}, {"params": rest[1:], "lr": 0.03}]
+    return torch.optim.Adam(groups, lr=0.01)
+
+
+def test_an_optimizer_of_all_parameters_trains_those_without_a_local_problem_too() -> None:
+    model, plain = with_a_norm(), with_a_norm()
+    opt = loco(model, adam_of(model))  # type: ignore[arg-type]
+    schedules = []
+    for each in (opt, adam := adam_of(plain)):
+        factor = torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (1 + step))
+        schedules.append(factor)
+    for i in range(5):
+        for each, step in ((model, opt.step), (plain, adam.step)):
+            train(each, step, steps=1, seed=i)
+        for schedule in schedules:
+            schedule.step()
+    assert_close(weights(model), weights(plain))
+    (row,) = [line for line in opt.summary().splitlines() if "LayerNorm" in line]
+    assert "Adam" in row
+    opt.zero_grad()
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_optimizer_of_all_parameters_is_one_with_a_fallback() -> None:
+    """The same steps as an outer optimizer for the layers and a fallback for the rest."""
+    results = []
+    for together in (True, False):
+        model = with_a_norm()
+        make = partial(torch.optim.AdamW, lr=0.01)
+        outer = (
+            {"outer": make(model.parameters())} if together else {"outer": make, "fallback": make}
+        )
+        opt = loco(model, local_steps=5, solver="rmsprop", **outer)
+        train(model, opt.step)
+        state = io.BytesIO()
+        torch.save(opt.state_dict(), state)
+        state.seek(0)
+        outer = {"outer": make(model.parameters())} if together else outer
+        resumed = loco(model, local_steps=5, solver="rmsprop", **outer)
+        resumed.load_state_dict(torch.load(state, weights_only=True))
+        train(model, resumed.step, seed=9)
+        results.append(weights(model))
+    assert all(map(torch.equal, *results))
+
+
+def test_what_an_optimizer_of_all_parameters_does_without_local_problems() -> None:
+    """All layers frozen: it goes on with the others."""
+    model, plain = with_a_norm(), with_a_norm()
+    opt, adam = loco(model, adam_of(model)), adam_of(plain)  # type: ignore[arg-type]
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+        each[2].requires_grad_(False)
+    train(model, opt.step)
+    train(plain, adam.step)
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+def test_an_outer_optimizer_of_too_many_or_too_few() -> None:
+    model = with_a_norm()
+    with pytest.raises(ValueError, match="Leave fallback= out"):
+        loco(model, adam_of(model), fallback=OUTER["sgd"])  # type: ignore[arg-type]
+    for params in ([model[0].weight], [*model[0].parameters(), *model[1].parameters()]):
+        with pytest.raises(ValueError, match="or an optimizer of all"):
+            loco(model, torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
 
 
 def test_gradients_are_left_as_they_were() -> None:
@@ -390,7 +461,7 @@ def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimize
         ({"apply": "gradient"}, "give both"),
         ({"outer": OUTER["sgd"]}, "give both"),
         ({"apply": "something"}, "Unknown apply 'something'"),
-        ({"apply": "gradient", "outer": OUTER["sgd"], "weight_decay": 0.1}, "setting of outer="),
+        ({"apply": "gradient", "outer": OUTER["sgd"], "weight_decay": 0.1}, "a setting of that"),
         ({"apply": "gradient", "outer": OUTER["sgd"], "lr": 0.0}, "must be > 0"),
         (
             {"apply": "gradient", "outer": lambda ps: torch.optim.SGD(ps[:1], lr=1.0)},

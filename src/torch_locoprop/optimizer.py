@@ -135,7 +135,8 @@ class LocoProp(WithFallback):
             runs, solves everything and applies nothing: weights stay, or get the plain gradient's
             step of ``outer``.
         outer: that optimizer, or a list of several, or a function that makes them of the parameters
-            it is given: those of the layers with a local problem. Schedules of this optimizer's lr act
+            it is given: those of the layers with a local problem. An optimizer of all parameters will
+            do, the one you have already: it trains the others too, and needs no ``fallback``. Schedules of this optimizer's lr act
             on it, beside any of its own: during a step its learning rates are multiplied by lr over
             the lr given here, while the local problem keeps the latter. Groups whose schedules differ
             need groups of their own in it.
@@ -246,9 +247,17 @@ class LocoProp(WithFallback):
         super().__init__(restricted(checked, local), defaults)
         self._attach()
         self._apply = apply
-        self._outer = make_outer(apply, outer, self._local_groups())
         rest = [p for group in checked for p in group["params"] if p not in local]
-        self._add_to_fallback(rest, fallback)
+        self._outer = make_outer(apply, outer, self._local_groups(), rest)
+        if self._outer is None or not self._outer.trains_rest:
+            self._add_to_fallback(rest, fallback)
+            return
+        if fallback is not None:
+            raise ValueError(
+                "outer= trains all parameters, those without a local problem too. Leave fallback= out."
+            )
+        rate = {"lr": lr, "local_lr": float(lr)}  # whose schedule is that of outer=
+        self.param_groups.append({"params": rest, **rate, "fallback": True})
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -269,6 +278,8 @@ class LocoProp(WithFallback):
             self._diagnosed.clear()
         trained = {layer: own for layer in self._layers if (own := layer.with_gradient)}
         if self._leaves_layers_alone(trained, closure is not None and loss is None):
+            if self._outer is not None and self._outer.trains_rest:
+                self._outer.step({}, self._outer.factors(self._groups_with_rates()))
             self._step_others()
             return loss
         check_recorded(trained)
@@ -288,7 +299,7 @@ class LocoProp(WithFallback):
             gradients = [p.grad for own in trained.values() for p in own.values()]
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
             return still and not any(bool(g.any()) for g in gradients if g is not None)
-        others = self._fallback.param_groups if self._fallback is not None else []
+        others = [group for group in self.param_groups if group["fallback"]]
         return skipped or any(p.grad is not None for group in others for p in group["params"])
 
     def _advance(self, trained: graphs.Trained) -> None:
@@ -321,7 +332,7 @@ class LocoProp(WithFallback):
             terms = agree(self._capture.processes, list(trained), terms)
         if drift_apart(self._capture.processes, self._local_groups(), self._components):
             self._notices.once("processes", DRIFT)
-        factors = {} if self._outer is None else self._outer.factors(self._local_groups())
+        factors = {} if self._outer is None else self._outer.factors(self._groups_with_rates())
         directions = self._solve_all(trained, group_of, terms)
         if self._outer is not None:
             with capped_step(self._apply, trained, group_of):
@@ -511,8 +522,8 @@ class LocoProp(WithFallback):
             rows.append(layer_row(layer, self._components.variant(group), group["steps"], in_model))
         known = {p for group in self.param_groups for p in group["params"]}
         for module in self._unserved:
-            trained = self._fallback is not None and not known.isdisjoint(module.parameters)
-            rows.append(unserved_row(module, type(self._fallback).__name__ if trained else "–"))
+            trained = not known.isdisjoint(module.parameters)
+            rows.append(unserved_row(module, self._name_of_others() if trained else "–"))
         for module in newcomers(self._model, self._layers, self._unserved):
             rows.append(unserved_row(module, "–"))
         skipped = sum(self.skipped_updates.values())
@@ -676,6 +687,16 @@ class LocoProp(WithFallback):
         """Before a forward pass: settings may have been changed since the last step."""
         if self._planned != self._asked() and not any(layer.calls for layer in self._layers):
             self._plan_capture()
+
+    def _groups_with_rates(self) -> list[Group]:
+        """Those whose schedule moves the rates of the outer optimizer."""
+        return [group for group in self.param_groups if group.get("local_lr") is not None]
+
+    def _name_of_others(self) -> str:
+        """Of who trains the parameters that have no local problem."""
+        if self._outer is not None and self._outer.trains_rest:
+            return self._outer.name
+        return "–" if self._fallback is None else type(self._fallback).__name__
 
     def _group_of(self) -> dict[nn.Parameter, Group]:
         return {p: group for group in self._local_groups() for p in group["params"]}

@@ -35,9 +35,14 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizers] | Optimizers
 
 
 class Outer:
-    """One or several optimizers that together train the parameters of all local problems."""
+    """One or several optimizers that together train the parameters of all local problems.
 
-    def __init__(self, factory: OuterFactory, params: list[nn.Parameter]) -> None:
+    Or all parameters, the ``rest`` too, for which there is no fallback then.
+    """
+
+    def __init__(
+        self, factory: OuterFactory, params: list[nn.Parameter], rest: list[nn.Parameter]
+    ) -> None:
         made = factory(params) if callable(factory) else factory
         self.optimizers: list[Optimizer]
         if isinstance(made, Iterable) and not isinstance(made, Optimizer):
@@ -51,11 +56,15 @@ class Outer:
                     f"list of them, not {type(optimizer).__name__}."
                 )
         trained = [p for group in self.param_groups for p in group["params"]]
-        if len(trained) != len(params) or set(trained) != set(params):
+        self.trains_rest = bool(rest) and not set(rest).isdisjoint(trained)
+        expected = [*params, *rest] if self.trains_rest else params
+        if len(trained) != len(expected) or set(trained) != set(expected):
             raise ValueError(
                 "outer= must train exactly the parameters of the layers with a local problem, each of "
-                "them once. Give a function of them: outer=lambda params: torch.optim.SGD(params, lr)."
+                "them once, or all that this optimizer trains. Give a function of the former, such as "
+                "outer=lambda params: torch.optim.SGD(params, lr), or an optimizer of all."
             )
+        self._params = params
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -83,7 +92,7 @@ class Outer:
     ) -> None:
         """Step with the directions for gradients, at the learning rates times ``factors``."""
         rates = [(group, group["lr"]) for group in self.param_groups if group["params"]]
-        gradients = [(p, p.grad) for group in self.param_groups for p in group["params"]]
+        gradients = [(p, p.grad) for p in self._params]
         try:
             for group, lr in rates:
                 group["lr"] = lr * factors[group["params"][0]]
@@ -113,7 +122,9 @@ class Outer:
                 group["lr"] = group.pop("base_lr", group["lr"])
 
 
-def make_outer(apply: str, factory: OuterFactory | None, groups: list[Group]) -> Outer | None:
+def make_outer(
+    apply: str, factory: OuterFactory | None, groups: list[Group], rest: list[nn.Parameter]
+) -> Outer | None:
     """The optimizer of the groups' parameters, where the user asked for one.
 
     The groups note the learning rate of the local problem, which schedules leave alone from now on.
@@ -135,7 +146,7 @@ def make_outer(apply: str, factory: OuterFactory | None, groups: list[Group]) ->
                 "must be > 0."
             )
         group["local_lr"] = float(group["lr"])
-    return Outer(factory, [p for group in groups for p in group["params"]])
+    return Outer(factory, [p for group in groups for p in group["params"]], rest)
 
 
 def as_gradient(
