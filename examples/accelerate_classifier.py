@@ -44,6 +44,8 @@ def make() -> tuple[nn.Module, nn.Module, LocoProp]:
 
 def main(arguments: Sequence[str] | None = None) -> nn.Module:
     options = parsed(arguments)
+    if options.resume and not (options.folder / "optimizer.bin").is_file():
+        raise SystemExit(f"No checkpoint in {options.folder}. Run this without --resume first.")
     accelerator = Accelerator(gradient_accumulation_steps=options.accumulate, cpu=True)
     model, criterion, opt = make()
     schedule = torch.optim.lr_scheduler.ExponentialLR(opt, gamma=0.99)
@@ -68,12 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> nn.Module:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A classifier of spirals with Accelerate.")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--batch-size", type=int, default=100)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--epochs", type=count, default=10)
+    parser.add_argument("--batch-size", type=count, default=100)
+    parser.add_argument("--accumulate", type=count, default=1, help="batches in a step")
     parser.add_argument("--folder", type=Path, default=Path("runs/accelerate"))
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     return parser.parse_args(arguments)
+
+
+def count(text: str) -> int:
+    """A number of one or more, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -88,24 +88,28 @@ class Comparison:
         known, here = self.known_timings(), machine.environment(self.device)
         if known and not anew and all(known[name] == value for name, value in here.items()):
             return known
+        length = timing.length(self.steps)
         runs = [
-            Run(name, self.settings(name), SEARCH_SEED, timing.steps(), self.folder)
+            Run(name, self.settings(name), SEARCH_SEED, length.steps, self.folder)
             for name in self.methods
         ]
-        measured = timing.measured(self.task, runs, self.device)
+        measured = timing.measured(self.task, runs, self.device, length)
         for name, found in measured.items():
             self.console.print(f"{name}: {found['ms_per_step']:.2f} ms a step", highlight=False)
-        record = {"task": self.task.description, **here, "methods": measured}
+        record = {"task": self.task.description, **here, "steps": length.steps, "methods": measured}
         write(self.timings_path, record)
         return record
 
     def known_timings(self) -> Record | None:
-        """Those in the folder, if they are of this task and of all methods."""
+        """Those in the folder, if of this task and of all methods, and as long as they should be."""
         if not self.timings_path.exists():
             return None
         known: Record = json.loads(self.timings_path.read_text())
         same = known["task"] == self.task.description
-        return known if same and set(self.methods) <= set(known["methods"]) else None
+        # Files from before timings could be short do not say how long they were.
+        long_enough = known.get("steps", math.inf) >= timing.length(self.steps).steps
+        all_methods = set(self.methods) <= set(known["methods"])
+        return known if same and long_enough and all_methods else None
 
     # ---- running ----
 
@@ -274,13 +278,13 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     phase.add_argument(
         "--table", action="store_true", help="make the table of what is there, train nothing"
     )
-    own.add_argument("--steps", type=int, default=steps, help=f"of training (default: {steps})")
-    own.add_argument("--search-steps", type=int, help="of a search's runs (default: --steps)")
+    own.add_argument("--steps", type=count, default=steps, help=f"of training (default: {steps})")
+    own.add_argument("--search-steps", type=count, help="of a search's runs (default: --steps)")
     own.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     own.add_argument(
         "--methods", nargs="+", metavar="METHOD", help="some of them; the first sets the time"
     )
-    own.add_argument("--processes", type=int, default=1, help="runs at a time (default: 1)")
+    own.add_argument("--processes", type=count, default=1, help="runs at a time (default: 1)")
     own.add_argument(
         "--limit", type=float, default=math.inf, metavar="SECONDS",
         help="start no run that would end later than so long after the start",
@@ -291,12 +295,23 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     return own
 
 
+def count(text: str) -> int:
+    """A number of one or more, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
 def main(task: Task, options: argparse.Namespace) -> None:
     """Do what the options ask for; without any, compare, and show the table."""
     names = options.methods or list(task.methods)
     for name in names:
         if name not in task.methods:
             raise SystemExit(f"Invalid method {name!r}. Must be one of {', '.join(task.methods)}.")
+    if not options.table:
+        check_device(options.device)
+        task.load(torch.device("cpu"))  # what is missing is said once, not by every process
     comparison = Comparison(
         task,
         options.device,
@@ -321,3 +336,14 @@ def main(task: Task, options: argparse.Namespace) -> None:
     path = comparison.folder / "table.md"
     safe_files.replace(path, lambda file: file.write(text.encode()))
     comparison.console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+
+def check_device(device: str) -> None:
+    """End with a line for people if tensors cannot be made there."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA at all
+        reason = str(error).partition("\n")[0]
+        raise SystemExit(
+            f"Device {device!r} cannot be used ({reason}). Choose another with --device, such as cpu."
+        ) from error

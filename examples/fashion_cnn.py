@@ -233,7 +233,10 @@ class FashionCNN(Task):
     shown = ("test accuracy", "test loss")
 
     def load(self, device: torch.device) -> Images:
-        data = datasets.load("fashion-mnist", self.source)
+        try:
+            data = datasets.load("fashion-mnist", self.source)
+        except datasets.DatasetError as error:
+            raise SystemExit(str(error)) from error
         if data.train_labels is None or data.test_labels is None:
             raise SystemExit("The labels of Fashion-MNIST are missing. Put them beside the images.")
         return self.divided(

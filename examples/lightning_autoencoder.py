@@ -50,6 +50,9 @@ class Autoencoder(lightning.LightningModule):
 def main(arguments: Sequence[str] | None = None, **trainer: Any) -> Autoencoder:
     """Train; ``trainer`` are further settings of Lightning's Trainer."""
     options = parsed(arguments)
+    checkpoint = options.folder / "last.ckpt"
+    if options.resume and not checkpoint.is_file():
+        raise SystemExit(f"No checkpoint in {options.folder}. Run this without --resume first.")
     lightning.seed_everything(0, verbose=False)
     model = Autoencoder()
     images = TensorDataset(curves(options.images, seed=0))
@@ -57,28 +60,34 @@ def main(arguments: Sequence[str] | None = None, **trainer: Any) -> Autoencoder:
         accelerator="cpu",
         max_epochs=options.epochs,
         accumulate_grad_batches=options.accumulate,
-        callbacks=[ModelCheckpoint(options.folder, save_last=True)],
+        # With a counter, a new run in the same folder would leave last.ckpt and write last-v1.ckpt.
+        callbacks=[ModelCheckpoint(options.folder, checkpoint.stem, enable_version_counter=False)],
         default_root_dir=options.folder,
         **trainer,
     )
-    fit.fit(
-        model,
-        DataLoader(images, options.batch_size),
-        ckpt_path=options.folder / "last.ckpt" if options.resume else None,
-    )
+    loader = DataLoader(images, options.batch_size)
+    fit.fit(model, loader, ckpt_path=checkpoint if options.resume else None)
     print(fit.optimizers[0].summary())
     return model
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A deep autoencoder of curves with Lightning.")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--images", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=100)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--epochs", type=count, default=10)
+    parser.add_argument("--images", type=count, default=1000)
+    parser.add_argument("--batch-size", type=count, default=100)
+    parser.add_argument("--accumulate", type=count, default=1, help="batches in a step")
     parser.add_argument("--folder", type=Path, default=Path("runs/lightning"))
     parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     return parser.parse_args(arguments)
+
+
+def count(text: str) -> int:
+    """A number of one or more, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -263,11 +263,21 @@ class ShakespeareGPT(Task):
                 f"No text. Name a file with --text, or with --data-dir or {VARIABLE} a folder that "
                 "has tinyshakespeare/input.txt."
             )
-        text = self.source.read_text(encoding="utf-8")
+        try:
+            text = self.source.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise SystemExit(
+                f"{self.source} is no text ({error}). Name one with --text."
+            ) from error
         number = {character: i for i, character in enumerate(sorted(set(text)))}
         numbers = torch.tensor([number[character] for character in text], device=device)
         ends = [int(part * len(numbers)) for part in (0.9, 0.05)]
         train, validation, test = numbers.split([*ends, len(numbers) - sum(ends)])
+        if len(validation) <= self.context:
+            raise SystemExit(
+                f"{self.source} is too short: a twentieth of its {len(text)} characters has no "
+                f"window of {self.context} and what follows. Name a longer one with --text."
+            )
         parts = {"validation": self.windows(validation), "test": self.windows(test)}
         return Text(len(number), train, parts)
 

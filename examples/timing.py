@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from training import Record, Run, Task, Training
 
 from torch_locoprop.study import machine
 
-# Steps, turns, and steps of each. A factorisation is renewed every 20 steps; on a GPU, how that is
-# replayed has settled when it was done ten times.
+# Steps, turns, and steps of each, in full. A factorisation is renewed every 20 steps; on a GPU, how
+# that is replayed has settled when it was done ten times.
 WARM_UP, TURNS, TURN = 200, 9, 20
 
 
@@ -47,22 +47,39 @@ def own_process() -> AbstractContextManager[Any]:
     return processes(1)
 
 
-def steps() -> int:
-    """How many each of them makes."""
-    return WARM_UP + TURNS * TURN
+class Length(NamedTuple):
+    """How long methods are timed."""
+
+    warm_up: int
+    turns: int
+    turn: int  # steps of each
+
+    @property
+    def steps(self) -> int:
+        """How many each of the methods makes."""
+        return self.warm_up + self.turns * self.turn
 
 
-def measured(task: Task, runs: Sequence[Run], device: str) -> Mapping[str, Record]:
+def length(steps: int) -> Length:
+    """In full, or about as long as one run where runs have fewer than 400 steps."""
+    half = max(steps // 2, 1)
+    turn = min(TURN, half)
+    return Length(min(WARM_UP, half), min(TURNS, half // turn), turn)
+
+
+def measured(task: Task, runs: Sequence[Run], device: str, length: Length) -> Mapping[str, Record]:
     """By the names of the methods, in the order of the runs."""
     turns: dict[str, list[float]] = {run.method: [] for run in runs}
     with ExitStack() as stack:
         own = {run.method: stack.enter_context(own_process()) for run in runs}
-        started = [own[run.method].submit(_start, task, run, device, WARM_UP) for run in runs]
+        started = [
+            own[run.method].submit(_start, task, run, device, length.warm_up) for run in runs
+        ]
         for each in started:
             each.result()
-        for _ in range(TURNS):
+        for _ in range(length.turns):
             for method, found in turns.items():
-                found.append(own[method].submit(_turn, method, TURN).result())
+                found.append(own[method].submit(_turn, method, length.turn).result())
         memory = {method: own[method].submit(_end, method).result() for method in turns}
     return {
         method: {

@@ -59,6 +59,7 @@ def make() -> tuple[GPT2LMHeadModel, LocoProp]:
 def main(arguments: Sequence[str] | None = None, **settings: Any) -> Trainer:
     """Train; ``settings`` are further ones of TrainingArguments."""
     options = parsed(arguments)
+    checkpoint = newest(options.folder) if options.resume else None
     model, opt = make()
     trainer = Trainer(
         model,
@@ -78,20 +79,36 @@ def main(arguments: Sequence[str] | None = None, **settings: Any) -> Trainer:
         train_dataset=Counting(options.sentences),
         optimizers=(opt, None),
     )
-    trainer.train(resume_from_checkpoint=options.resume)
+    trainer.train(resume_from_checkpoint=checkpoint)
     print(opt.summary())
     return trainer
 
 
+def newest(folder: Path) -> str:
+    """The checkpoint written last; one with a higher number may be of an earlier, longer run."""
+    states = list(folder.glob("checkpoint-*/trainer_state.json"))
+    if not states:
+        raise SystemExit(f"No checkpoint in {folder}. Run this without --resume first.")
+    return str(max(states, key=lambda state: state.stat().st_mtime_ns).parent)
+
+
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A tiny GPT-2 that learns to count.")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--sentences", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=40)
-    parser.add_argument("--accumulate", type=int, default=1, help="batches in a step")
+    parser.add_argument("--epochs", type=count, default=10)
+    parser.add_argument("--sentences", type=count, default=400)
+    parser.add_argument("--batch-size", type=count, default=40)
+    parser.add_argument("--accumulate", type=count, default=1, help="batches in a step")
     parser.add_argument("--folder", type=Path, default=Path("runs/transformers"))
     parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
     return parser.parse_args(arguments)
+
+
+def count(text: str) -> int:
+    """A number of one or more, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
 
 
 if __name__ == "__main__":

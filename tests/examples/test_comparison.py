@@ -303,6 +303,102 @@ def test_the_table_needs_no_training(main: Any, examples: Any, monkeypatch: Any)
     assert "(1 of 2 seeds)" in (folder / "table.md").read_text()
 
 
+def test_the_full_timing_is_that_of_long_runs(examples: dict[str, ModuleType]) -> None:
+    length = examples["timing"].length
+    assert length(400) == length(2000) == length(2140) == (200, 9, 20)
+    assert length(2000).steps == 380
+    assert length(100) == (50, 2, 20)
+    assert all(1 < length(steps).steps <= max(steps, 2) for steps in range(1, 400))
+    assert all(min(length(steps)) >= 1 for steps in range(1, 400))
+
+
+def test_a_short_timing_is_not_that_of_longer_runs(
+    main: Any, examples: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(examples["timing"], "WARM_UP", 4)
+
+    def timed(*arguments: str) -> dict[str, Any]:
+        return written(main("--methods", "adamw", "--seeds", "0", *arguments))["timings.json"]
+
+    short = timed()
+    assert short["steps"] == 4  # two and one turn of two
+    with pytest.raises(SystemExit, match="No timings in"):
+        timed("--steps", "8", "--table")
+    full = timed("--steps", "8")
+    assert full["steps"] == 6
+    assert timed() == full  # no need for a shorter one
+
+
+def test_timings_that_do_not_say_their_length_are_full(main: Any) -> None:
+    path = main("--seeds", "0") / "timings.json"
+    kept = json.loads(path.read_text())
+    del kept["steps"]
+    path.write_text(json.dumps(kept))
+    main("--seeds", "0")
+    assert json.loads(path.read_text()) == kept
+
+
+@pytest.mark.parametrize("option", ["--steps", "--search-steps", "--processes"])
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_counts_below_one_are_refused(
+    main: Any, capsys: pytest.CaptureFixture[str], option: str, number: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(option, number)
+    assert ended.value.code == 2
+    assert f"argument {option}: must be at least 1, not {number}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_training(examples: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither here nor in another process."""
+    monkeypatch.setattr(examples["timing"], "processes", None)
+    monkeypatch.setattr(examples["comparison"], "perform", None)
+
+
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=WITHOUT_CUDA), "cuda:99", "gpu"])
+def test_a_device_that_is_not_there_is_said_at_once(
+    examples: dict[str, ModuleType], gpt: Any, device: str, tmp_path: Path
+) -> None:
+    arguments = ["--text", str(gpt.source), "--device", device, "--out", str(tmp_path / "out")]
+    with pytest.raises(SystemExit, match=f"^Device '{device}' cannot be used .* --device") as ended:
+        examples["shakespeare_gpt"].main(arguments)
+    assert "\n" not in str(ended.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_training")
+@pytest.mark.parametrize("phase", [[], ["--search"], ["--time"]])
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is no text"), (b"\xff", "is no text"), (b"to be", "is too short: .* 5 characters")],
+)
+def test_a_text_that_cannot_be_used_is_said_at_once(
+    examples: dict[str, ModuleType], phase: list[str], content: Any, message: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "text.txt"
+    if content is not None:
+        path.write_bytes(content)
+    arguments = [*phase, "--text", str(path), "--out", str(tmp_path / "out"), *CPU]
+    with pytest.raises(SystemExit, match=f"^{path} {message}.* with --text") as ended:
+        examples["shakespeare_gpt"].main(arguments)
+    assert "\n" not in str(ended.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("no_training")
+def test_a_folder_of_images_that_is_not_there_is_said_at_once(
+    examples: dict[str, ModuleType], tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    with pytest.raises(SystemExit, match=f"^{nowhere}, given by --data-dir, is not a folder"):
+        examples["fashion_cnn"].main(["--data-dir", str(nowhere), "--out", str(tmp_path), *CPU])
+
+
 RESULTS = FOLDER.parent / "results" / "examples"
 
 

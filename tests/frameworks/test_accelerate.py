@@ -79,6 +79,14 @@ def test_a_resumed_run_is_bit_identical(main: Main, tmp_path: Path, accumulate: 
     assert_close(resumed, straight, 0.0)
 
 
+def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> None:
+    """Not from a longer one that was in the folder before."""
+    straight = main(tmp_path / "straight", "--epochs", 3)
+    main(tmp_path / "used", "--epochs", 4, "--batch-size", 50)
+    main(tmp_path / "used", "--epochs", 2)
+    assert_close(main(tmp_path / "used", "--epochs", 3, "--resume"), straight, 0.0)
+
+
 def test_the_summary_is_printed(
     main: Main, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,17 @@ def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: P
     assert_close(own("--epochs", 4, "--resume"), straight, 0.0)
 
 
+def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> None:
+    """Not from a longer one that was in the folder before."""
+    own = partial(main, "--batch-size", 16, precision="32-true")
+    straight = own("--epochs", 3, "--folder", tmp_path / "straight")
+    (tmp_path / "mine.ckpt").write_text("kept")
+    own("--epochs", 4, "--batch-size", 8)
+    own("--epochs", 2)
+    assert_close(own("--epochs", 3, "--resume"), straight, 0.0)
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"last.ckpt", "mine.ckpt"}
+
+
 def test_the_module_itself_may_be_the_model(
     module: ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:

@@ -95,6 +95,17 @@ def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: P
     assert_close(weights(main("--epochs", 4, *options, "--resume").model), straight, 0.0)
 
 
+def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> None:
+    """Not from a longer one that was in the folder before, which stays there."""
+    straight = main("--epochs", 3, "--batch-size", 20, "--folder", tmp_path / "straight")
+    main("--epochs", 4, "--batch-size", 10)
+    main("--epochs", 2, "--batch-size", 20)
+    resumed = main("--epochs", 3, "--batch-size", 20, "--resume")
+    assert_close(weights(resumed.model), weights(straight.model), 0.0)
+    kept = {int(path.name.partition("-")[2]) for path in tmp_path.glob("checkpoint-*")}
+    assert kept == {4, 8, 12, 16, 24, 32}
+
+
 def test_gradient_checkpointing_changes_nothing(main: Main) -> None:
     plain, thrifty = (
         weights(main("--epochs", 2, gradient_checkpointing=on).model) for on in (False, True)
