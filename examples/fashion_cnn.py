@@ -24,7 +24,6 @@ from training import Batches, Method, Settings, Task
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study import datasets
-from torch_locoprop.study.peers import Together
 
 # ---- the model ----------------------------------------------------------------------------------
 
@@ -93,10 +92,6 @@ def by_muon(model: nn.Module, settings: Settings) -> Optimizer:
 
 def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
     """LocoProp-S in closed form, ``G (XᵀX + λI)⁻¹``, as the gradient that Muon steps along."""
-
-    def by_both(params: list[nn.Parameter]) -> Together:
-        return muon_and_adamw(params, filters_of(model), settings, SHRINK, BETAS)
-
     return LocoProp(
         model,
         lr=settings["lr"],
@@ -108,8 +103,7 @@ def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
         max_rows=MAX_ROWS,
         layers=LAYERS[settings["layers"]],
         apply="gradient",
-        outer=by_both,
-        fallback=by_both,
+        outer=by_muon(model, settings),
     )
 
 

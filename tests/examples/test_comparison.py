@@ -135,7 +135,7 @@ def test_all_methods_shrink_weights_alike(
     optimizer = training.optimizer
     outer = getattr(optimizer, "_outer", None)
     groups = [*optimizer.param_groups, *(outer.param_groups if outer else ())]
-    shrinking = [group for group in groups if group["weight_decay"]]
+    shrinking = [group for group in groups if group.get("weight_decay")]
     full = [group["initial_lr"] if "initial_lr" in group else group["lr"] for group in shrinking]
     shrunk = [lr * group["weight_decay"] for lr, group in zip(full, shrinking, strict=True)]
     assert shrunk == pytest.approx([1e-4] * len(shrinking))
