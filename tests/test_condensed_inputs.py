@@ -74,14 +74,14 @@ def made(name: str) -> nn.Sequential:
     return model
 
 
-def held(opt: LocoProp) -> list[int]:
+def held(opt: LocoProp, size: Callable[[Tensor], int] = Tensor.numel) -> list[int]:
     """The numbers that each layer keeps of its rows."""
     found = []
     for layer in opt._layers:
         kept = [t for call in layer.calls for t in (call.x, call.g, call.v) if t is not None]
         grams = [call.gram for call in layer.calls if call.gram is not None]
         kept += [t for gram in grams for t in (gram.square, gram.total)]
-        found.append(sum(t.numel() for t in kept))
+        found.append(sum(map(size, kept)))
     return found
 
 
@@ -182,7 +182,7 @@ def test_only_the_summary_is_held_between_backward_and_step() -> None:
         {"variant": "locoprop-m"},
         {"variant": "locoprop-m", "solver": Exact(decay=0.9)},
         {"variant": "pocoprop-s"},
-        {"max_rows": 30},
+        {"variant": "locoprop-m", "max_rows": 30},
         {"variant": "locoprop-m", "local_steps": 1, "gate": True},
         {"variant": "natural-s", "regularizer": "fisher"},
     ],
@@ -283,6 +283,94 @@ def test_a_bias_that_is_frozen_and_thawed(solver: str, variant: str) -> None:
             steps(opt, model, count=1)
         results.append(weights(model))
     assert_close(results[0], results[1], 1e-11)
+
+
+# ---- some of the rows --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("solver", ["sgd", "rmsprop", *CLOSED_FORMS])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("name", MODELS)
+def test_of_drawn_rows_the_steps_are_the_same(
+    by_rows: Train, name: str, solver: str, reduction: str, parts: int
+) -> None:
+    own = {"solver": CLOSED_FORMS.get(solver, solver), "local_reduction": reduction, "lr": 0.01}
+    some = {"max_rows": 32 if name == "convolutions" else 9, "gate": True, **own}
+    both(by_rows, name, {"parts": parts}, **some)
+    model = made(name)
+    opt = loco(model, **some)
+    cross_entropy(model(X), Y).backward()
+    calls = [call for layer in opt._layers for call in layer.calls]
+    assert any(call.kept is not None and call.gram is not None for call in calls)
+
+
+def test_iterations_on_drawn_rows_by_hand() -> None:
+    """All rows in the first gradient; those drawn, each for four, in what is added to it."""
+    torch.manual_seed(0)
+    model, lr, gamma = nn.Linear(6, 3).double(), 1e-2, 10.0
+    opt = loco(model, solver="sgd", lr=lr, local_steps=3, local_decay="constant", max_rows=10)
+    cross_entropy(model(X), Y).backward()
+    (call,) = opt._layers[0].calls
+    assert call.gram is not None
+    assert call.kept is not None
+    assert call.gram.rows == len(X)
+    drawn = torch.cat([X, torch.ones_like(X[:, :1])], 1)[call.kept]
+    gradients = [p.grad for p in (model.weight, model.bias)]
+    first = gamma * torch.cat([gradients[0], gradients[1][:, None]], 1)  # type: ignore[index, list-item]
+    start = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    moved = torch.zeros_like(first)
+    for _ in range(3):
+        moved = moved - lr * (first + 4 * moved @ drawn.T @ drawn)
+    opt.step()
+    found = torch.cat([model.weight, model.bias[:, None]], 1).detach()
+    torch.testing.assert_close(found, start + moved, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["sgd", *CLOSED_FORMS])
+@pytest.mark.parametrize("name", MODELS)
+def test_calls_of_several_sizes_are_one_problem(name: str, solver: str) -> None:
+    """Some rows of many as products, some of many as they are, and all of few."""
+    results = []
+    for patched in (False, True):
+        model = made(name)
+        opt = loco(
+            model,
+            solver=CLOSED_FORMS.get(solver, solver),
+            max_rows=96 if name == "convolutions" else 9,
+        )
+        uses = [layer.use_of_rows for layer in opt._layers]
+        for i, rows in enumerate((slice(0, 21), slice(21, 38), slice(38, 40))):
+            for layer, use in zip(opt._layers, uses, strict=True):
+                layer.use_of_rows = None if patched or i == 1 else use
+            cross_entropy(model(X[rows]), Y[rows]).backward()
+        calls = opt._layers[0].calls
+        assert [call.kept is not None for call in calls] == [True, True, False]
+        assert [call.gram is not None for call in calls] == [not patched, False, False]
+        opt.step()
+        results.append(weights(model))
+    assert_close(results[0], results[1], 1e-11)
+
+
+@pytest.mark.parametrize("max_rows", [1, 25, 40, 100, 200, 2000])
+@pytest.mark.parametrize("options", [{}, {"local_steps": 2}, {"solver": Exact()}])
+def test_of_some_rows_never_more_is_held_than_of_all(
+    max_rows: int, options: dict[str, Any]
+) -> None:
+    """At two iterations, 200 rows of the last layer are less work as they are: all are not."""
+    found = []
+    for most in (None, max_rows):
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 100), nn.Tanh(), nn.Linear(100, 60)
+        )
+        opt = loco(model, max_rows=most, **options)
+        model(torch.randn(1000, 20)).square().mean().backward()
+        found.append(held(opt, lambda t: t.nbytes))
+    all_rows, some_rows = found
+    assert all(some <= whole for some, whole in zip(some_rows, all_rows, strict=True))
+    if max_rows >= 1000:
+        assert some_rows == all_rows
 
 
 # ---- one iteration -----------------------------------------------------------------------------
@@ -404,10 +492,12 @@ def test_a_layer_is_condensed_once_its_transfer_is_known_to_be_missing() -> None
         opt.step()
 
 
+@pytest.mark.parametrize("max_rows", [None, 9])
 @pytest.mark.parametrize("solver", ["rmsprop", *CLOSED_FORMS])
-def test_a_resumed_run_rounds_as_the_one_that_went_on(solver: str) -> None:
+def test_a_resumed_run_rounds_as_the_one_that_went_on(solver: str, max_rows: int | None) -> None:
     """Which knows no transfers before its first step, and keeps the rows of all calls until then."""
     own = {"variant": "locoprop-m", "solver": CLOSED_FORMS.get(solver, solver)}
+    own |= {"max_rows": max_rows}
     model = normed()
     opt = loco(model, **own)
     steps(opt, model, parts=3)
@@ -474,9 +564,12 @@ def test_settings_that_change_between_steps(before: Any, after: Any) -> None:
         ({"local_steps": 1}, {"gate": True}),
     ],
 )
-def test_settings_that_change_after_the_backward_pass(before: Any, after: Any) -> None:
+@pytest.mark.parametrize("max_rows", [None, 9])
+def test_settings_that_change_after_the_backward_pass(
+    before: Any, after: Any, max_rows: int | None
+) -> None:
     model = network()
-    opt = loco(model)
+    opt = loco(model, max_rows=max_rows)
     opt.param_groups[0].update(before)
     cross_entropy(model(X), Y).backward()
     start = weights(model)

@@ -1,13 +1,16 @@
 """The gradient of a squared loss through XᵀX equals the one by rows."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_locoprop.gram import STRIP, Gram, saves_work, square_of
+from torch_locoprop.layers.conv import ConvLayer
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.losses import Matching, Squared
 from torch_locoprop.problem import LocalProblem
@@ -91,14 +94,44 @@ def test_one_iteration_needs_none() -> None:
 
 
 def test_a_mirror_descent_target_at_a_linear_layer_is_the_same_problem() -> None:
-    from dataclasses import replace
-
     own = replace(problem(("weight", "bias")), transfer=Linear())
     mirror = replace(own, target=MirrorDescent(), loss=Matching())
     at = {name: t + 1 for name, t in own.start.items()}
     assert mirror.through_gram(10) is not None
     for name, value in mirror.gradient(at, mirror.through_gram(10)).items():
         torch.testing.assert_close(value, own.gradient(at)[name], rtol=1e-12, atol=1e-12)
+
+
+class Alone:
+    """An exchange with nobody."""
+
+    together = SimpleNamespace(rows=0, some_have_gram=True)
+
+    def __call__(self, tensors: Any) -> None: ...
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_drawn_images_of_one_process_count_as_often_as_they_stand_for(groups: int) -> None:
+    """Where another has products already, these must be made of the same kind."""
+    kind = ConvLayer.of(nn.Conv1d(2, 4, 3, groups=groups))
+    images = torch.randn(5, 2, 6, dtype=torch.float64)
+    weight = torch.randn(4, 2 // groups, 3, dtype=torch.float64)
+    matrix = kind.matrix("weight", weight)
+    own = replace(
+        problem(("weight",)),
+        layer=kind,
+        x=kind.collect([images], [(5, 4, 4)], weight),
+        start={"weight": matrix},
+        row_weight=torch.tensor([[2.0]] * 12 + [[3.0]] * 8, dtype=torch.float64),
+        exchange=cast(Any, Alone()),
+    )
+    gram = own.through_gram(5)
+    again = images[[0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]]  # each as often
+    expected = kind.products(kind.collect([again], [(12, 4, 4)], weight), torch.float64)
+    assert gram is not None
+    assert float(gram.rows) == expected.rows
+    torch.testing.assert_close(gram.square, expected.square)
+    torch.testing.assert_close(gram.total, expected.total)
 
 
 @pytest.mark.parametrize("n", [STRIP - 1, STRIP, 2 * STRIP + 5])

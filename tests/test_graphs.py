@@ -129,6 +129,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "l2": {"regularizer": "l2"},
     "mean": {"local_reduction": "mean", "lr": 1e-2},
     "rows": {"max_rows": 7},
+    "rows, s": {"max_rows": 16, "variant": "locoprop-s"},
     "gradient": {"apply": "gradient", "outer": muon_like, "local_steps": 4},
     "capped gradient": {"apply": "gradient", "outer": muon_like, "cap": 0.01},
     "nothing": {"apply": "nothing", "outer": None},

@@ -188,8 +188,7 @@ def _check_rows(layer: ServedLayer, x: Any) -> None:
     if not isinstance(x, Gram) or layer.use_of_rows is None:
         return
     use = layer.use_of_rows(layer, layer.with_gradient)
-    thinned = any(call.kept is not None for call in layer.calls)
-    if thinned or not x.serves(use, layer.tensors["weight"]):
+    if not x.serves(use, layer.tensors["weight"]):
         raise _changed(layer, "its inputs, of which only a summary was kept")
 
 
@@ -232,7 +231,7 @@ def use_of_rows(
     bent = exact and (variant.loss.uses_transfer or not settled)  # and a closed form asks how much
     if use is None or not (use.is_any or bent):
         return use
-    if bent or not settled or group["max_rows"] is not None:
+    if bent or not settled:
         return None
     return use if variant.loss.is_quadratic(layer.transfer or Linear()) else None
 

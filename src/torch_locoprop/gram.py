@@ -52,7 +52,8 @@ class Use(NamedTuple):
     def is_better(self, x: Tensor, like: Tensor, rows: int) -> bool:
         """Whether the products of all rows are smaller than x, and no more work than by rows.
 
-        On a GPU much smaller. ``like`` is the weight as a matrix ``[..., d, n]``.
+        On a GPU much smaller. ``like`` is the weight as a matrix ``[..., d, n]``. Where x has a part of
+        the rows only, the work is that of all: of fewer, a CPU never holds more than of all.
         """
         d, n = like.shape[-2:]
         numbers = like.numel() // max(d, 1) * (n + 1)

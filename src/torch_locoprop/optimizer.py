@@ -112,7 +112,9 @@ class LocoProp(WithFallback):
         every: solve the local problems in every k-th step; the others are BackProp: one iteration of
             the solver, with its state (of ``exact``: of ``sgd``).
         max_rows: keep at most so many rows of each call of a layer, drawn at random; each stands for
-            several. The first local iteration has the gradient of all. None: all rows.
+            several. Every position of a convolution's output is a row, and images are kept whole:
+            as many as have no more rows together, but always one. The first local iteration has the
+            gradient of all rows. None: keep all.
         cap: longest displacement of a layer, weight and bias together, relative to the norm that
             ``cap_by`` names. None: no cap. A norm of zero caps nothing.
         cap_by: ``weight``, the norm of the layer's weight: with ``apply="gradient"`` this bounds the

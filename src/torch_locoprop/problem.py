@@ -218,8 +218,10 @@ class LocalProblem:
                 return None
             if linear:
                 own = Gram.of(own, self._own_weights)
-            else:
+            elif self._own_weights is None:
                 own = self.layer.products(own, self._like.dtype)
+            else:
+                own = Gram.of(self.layer.inputs(own, True, False), self._own_weights)
         weight = 1.0 if self._own_weights is not None else self.row_weight
         square, total = own.square * weight, own.total * weight
         rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight

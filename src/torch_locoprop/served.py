@@ -124,7 +124,7 @@ class ServedLayer:
     obstacle: str = ""  # why it takes BackProp steps
     is_output: bool = False
     compiled: bool = False  # its calls are inside compiled graphs
-    max_rows: int | None = None  # to keep of each call
+    max_rows: int | None = None  # to keep of each call, and at least one sample
     row_seed: int = 0  # of which ones
     orders: Orders = field(default_factory=dict)  # of samples, drawn once for all layers of a step
     # What the next step makes of the rows, if it moves these tensors; None: it may need them all.
@@ -231,12 +231,11 @@ class ServedLayer:
         self._lengths = self._gradient_lengths()
 
     def _thinned(self, call: Call) -> Call:
-        """The call with at most ``max_rows`` rows, drawn at random."""
+        """The call with samples drawn at random: ``max_rows`` rows at most, but at least one image."""
         if self.max_rows is None or call.kept is not None or call.x.layout != torch.strided:
             return call
-        positions = self.kind.positions(call.shape)
-        samples = self._rows_of(call) // max(positions, 1)
-        keep = max(self.max_rows // max(positions, 1), 1)
+        samples = self._samples_of(call)
+        keep = max(self.max_rows // max(self.kind.positions(call.shape), 1), 1)
         if samples <= keep:
             return call
         seed, device = self.row_seed + len(self.calls), call.x.device
@@ -269,15 +268,22 @@ class ServedLayer:
             gram = Gram.unknown(like, self._rows_of(call))
             call = call._replace(x=gram.total, gram=gram, version=None)
             return call._replace(g=None, v=None, a=None, kept=None)
-        if call.kept is not None or call.is_overwritten:
+        if call.is_overwritten:
             return call
         matrix = self.kind.matrix("weight", like)
         if not use.is_better(call.x, matrix, self._rows_of(call)):
             return call
-        rows = self.kind.collect([call.x], [call.shape], like)
         with full_precision([self]):
-            gram = self.kind.products(rows, use.dtype(like))
+            gram = self._products(call, use.dtype(like))
         return call._replace(x=call.x.new_empty(0), gram=gram, version=None, a=None)
+
+    def _products(self, call: Call, dtype: torch.dtype) -> Gram:
+        """``XᵀX`` of a call's rows; of those that were kept, as an estimate of that of all."""
+        of_kept = self.kind.products(self._collected([call]), dtype)
+        if call.kept is None:
+            return of_kept
+        times = self._stands_for(call)
+        return Gram(of_kept.square * times, of_kept.total * times, self._rows_of(call))
 
     def _rows_of(self, call: Call) -> int:
         """How many rows a call had."""
@@ -288,17 +294,29 @@ class ServedLayer:
         """How many rows all calls had together."""
         return sum(map(self._rows_of, self.calls))
 
+    def _samples_of(self, call: Call) -> int:
+        """How many samples a call had: rows, or images."""
+        return self._rows_of(call) // max(self.kind.positions(call.shape), 1)
+
+    def _stands_for(self, call: Call) -> float:
+        """How many rows each of those stands for that were kept."""
+        return 1.0 if call.kept is None else self._samples_of(call) / len(call.kept)
+
     def row_weight(self, of_each: float) -> float | Tensor:
-        """What a row counts: ``of_each``, times the number of rows that it stands for."""
-        if all(call.kept is None for call in self.calls):
+        """What a row counts: ``of_each``, times the number of rows that it stands for.
+
+        Of XᵀX every row counts ``of_each``: it has what rows stand for in it.
+        """
+        in_rows = all(call.gram is None for call in self.calls)
+        if not in_rows or all(call.kept is None for call in self.calls):
             return of_each
         parts = []
         for call in self.calls:
-            rows = self._rows_of(call)
-            samples = rows // max(self.kind.positions(call.shape), 1)
+            samples = self._samples_of(call)
             kept = samples if call.kept is None else len(call.kept)
+            rows = self._rows_of(call) // samples * kept
             weight = self.tensors["weight"]
-            parts.append(weight.new_full((rows // samples * kept, 1), of_each * samples / kept))
+            parts.append(weight.new_full((rows, 1), of_each * samples / kept))
         return torch.cat(parts)
 
     def follow_gradients(self) -> None:
@@ -388,8 +406,7 @@ class ServedLayer:
         if grams:
             first, *others = grams
             rest = [call for call in calls if call.gram is None]
-            if rest:
-                others.append(self.kind.products(self._collected(rest), first.square.dtype))
+            others += [self._products(call, first.square.dtype) for call in rest]
             return sum(others, first)
         return self._collected(calls)
 

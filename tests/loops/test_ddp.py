@@ -79,6 +79,9 @@ CASES = {
     "uneven, means": Case({"local_reduction": "mean", "loss_fn": SUMS}, order=UNEVEN),
     "uneven, PocoProp": Case({"variant": "pocoprop-m", "gamma": 0.5}, order=UNEVEN),
     "uneven, some rows": Case({"max_rows": 6}, order=UNEVEN),
+    "uneven, some rows of S": Case(
+        {"variant": "locoprop-s", "max_rows": 12, "gate": True}, order=UNEVEN
+    ),
     "no rows in one": Case(order="nothing"),
     "a layer of one": Case(order="branch"),
 }
