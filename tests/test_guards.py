@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp
-from torch_locoprop.guards import shorten
+from torch_locoprop import LocoProp, guards
+from torch_locoprop.guards import falls, shorten
+from torch_locoprop.problem import LocalProblem
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 
@@ -230,6 +233,71 @@ def test_a_solution_that_is_not_finite_is_replaced_by_the_backprop_step() -> Non
     assert sum(opt.skipped_updates.values()) == 0
     still = stepped(**options)[2]
     assert not any(change.any() for change in still)
+
+
+Solved = list[tuple[LocalProblem, dict[str, Tensor]]]
+
+
+@pytest.fixture(scope="module", params=["locoprop-m", "pocoprop-m", "pocoprop-s"])
+def tiny_steps(request: pytest.FixtureRequest) -> tuple[LocoProp, Solved]:
+    """Five steps in float32 with a gate, far shorter than the digits of a loss tell."""
+    torch.manual_seed(0)
+    modules: list[nn.Module] = []
+    for n, d in pairwise((784, 400, 200, 30, 200, 400, 784)):
+        modules += [nn.Linear(n, d), nn.Tanh()]
+    model, x = nn.Sequential(*modules[:-1]), torch.rand(500, 784)
+    own = {"lr": 1e-8, "gamma": 1.0, "momentum": 0.0, "solver": "rmsprop", "local_steps": 10}
+    opt = loco(model, variant=request.param, gate=True, **own)
+    seen: Solved = []
+
+    def noted(problem: LocalProblem, new: dict[str, Tensor]) -> Tensor:
+        start = {name: t.clone() for name, t in problem.start.items()}  # the step writes over it
+        seen.append((replace(problem, start=start), {k: t.clone() for k, t in new.items()}))
+        return falls(problem, new)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "falls", noted)
+        for _ in range(5):
+            opt.zero_grad()
+            cross_entropy(model(x), x).backward()
+            opt.step()
+    return opt, seen
+
+
+def test_rounding_closes_no_gate(tiny_steps: tuple[LocoProp, Solved]) -> None:
+    assert [int(layer.counts["gated"]) for layer in tiny_steps[0]._layers] == [0] * 6
+
+
+def test_a_rise_as_small_closes_it(tiny_steps: tuple[LocoProp, Solved]) -> None:
+    """The same steps, uphill."""
+    for problem, new in tiny_steps[1][-6:]:
+        uphill = {name: 2 * problem.start[name] - t for name, t in new.items()}
+        assert not falls(problem, uphill)
+
+
+def test_the_objective_has_the_digits_of_a_small_step(tiny_steps: tuple[LocoProp, Solved]) -> None:
+    """Those that the same problem has in float64."""
+    for problem, new in tiny_steps[1][-6:]:
+        parts = ("x", "g", "v")
+        wide = {name: t.double() for name in parts if (t := getattr(problem, name)) is not None}
+        groups = ("start", "backprop")
+        tensors = {g: {k: t.double() for k, t in getattr(problem, g).items()} for g in groups}
+        exact = replace(problem, before=None, **wide, **tensors)
+        expected = exact.objective({name: t.double() for name, t in new.items()})
+        assert expected < 0
+        torch.testing.assert_close(problem.objective(new).double(), expected, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-m"])
+def test_a_rise_closes_the_gate_in_single_precision(variant: str) -> None:
+    model = network("softplus").float()
+    opt = loco(model, variant=variant, gate=True, lr=20.0, gamma=0.01, local_steps=8)
+    before = weights(model)
+    cross_entropy(model(X.float()), Y.float()).backward()
+    expected = [w - 20.0 * 0.01 * p.grad for w, p in zip(before, model.parameters(), strict=True)]  # type: ignore[operator]
+    opt.step()
+    assert [int(layer.counts["gated"]) for layer in opt._layers] == [1, 1, 1]
+    assert_close(weights(model), expected, 1e-5)
 
 
 # Every, layers, control -------------------------------------------------------------------------

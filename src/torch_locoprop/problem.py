@@ -143,7 +143,11 @@ class LocalProblem:
         return {name: value - self.start[name] for name, value in at.items()}
 
     def objective(self, at: Tensors) -> Tensor:
-        """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature."""
+        """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature.
+
+        The latter is what is left of large terms when the step is small: hence what the rows have moved
+        from the step itself, and the terms in float64.
+        """
         moved = self.displacement(at)
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
         penalty = self.regularizer.value(moved, self.eta, self.metric)
@@ -151,14 +155,15 @@ class LocalProblem:
             curved = self.x.to(linear.dtype).gradient(moved)
             half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
             return linear + self.of_all(self.row_weight * half) + penalty
-        a = self._forward(at)
-        beyond_linear = self.loss.value(a, self.target_rows, self.transfer) - self.loss.value(
-            self.a0, self.target_rows, self.transfer
-        )
-        if self.delta0 is not None:
-            beyond_linear = beyond_linear - (self.delta0 * (a - self.a0)).sum(-1)
-        weight = self.row_weight if self._own_weights is None else self._own_weights.squeeze(-1)
-        return linear + self.of_all((weight * beyond_linear).sum()) + penalty
+        still = {name: torch.zeros_like(t) for name, t in self.fixed.items()}
+        change = _precise(self.layer.forward(self.x, **moved, **still))
+        a0, target = _precise(self.a0), _precise(self.target_rows)
+        before, after = (self.loss.value(a, target, self.transfer) for a in (a0, a0 + change))
+        slope = self.loss.residual(a0, target, self.transfer)
+        beyond_linear = after - before - (slope * change).sum(-1)
+        own = self._own_weights
+        weight = self.row_weight if own is None else _precise(own).squeeze(-1)
+        return linear + self.of_all((weight * beyond_linear).sum().to(linear)) + penalty
 
     def _forward(self, at: Tensors) -> Tensor:
         """The pre-activations at these tensors."""
@@ -231,3 +236,8 @@ class LocalProblem:
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.layer.weight_grad(self.x, delta)
         return {name: gradient[name] for name in self.start}
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    """In float64, which Apple's GPUs do not have: on the host then."""
+    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
