@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from cases import assert_close, batch, cross_entropy, network, weights
+import torch.nn.functional as F
+from cases import batch, cross_entropy, network, weights
 from rich.console import Console
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, diagnostics
-from torch_locoprop.diagnostics import HEADINGS
+from torch_locoprop import LocoProp, Variant, diagnostics
+from torch_locoprop.diagnostics import HEADINGS, Diagnostics
+from torch_locoprop.losses import Squared
 from torch_locoprop.problem import LocalProblem
+from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.first_order import Sgd
+from torch_locoprop.targets import NaturalGradient, Target
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 LR, GAMMA = 0.05, 4.0
@@ -40,11 +48,11 @@ def test_displacement_cosine_and_length(apply: str) -> None:
     for i, row in enumerate(rows):
         own = slice(2 * i, 2 * i + 2)  # weight and bias
         moved = [b - a for a, b in zip(before[own], weights(model)[own], strict=True)]
-        delta, start, plain = (
+        delta, plain = (
             torch.cat([t.flatten() for t in ts])
-            for ts in (moved, before[own], [-LR * GAMMA * g for g in gradients[own]])
+            for ts in (moved, [-LR * GAMMA * g for g in gradients[own]])
         )
-        assert row.displacement == pytest.approx(float(delta.norm() / start.norm()))
+        assert row.displacement == pytest.approx(float(delta.norm() / before[2 * i].norm()))
         assert row.length == pytest.approx(float(delta.norm() / plain.norm()))
         cosine = torch.nn.functional.cosine_similarity(delta, plain, dim=0)
         assert row.cosine == pytest.approx(float(cosine))
@@ -114,29 +122,13 @@ def test_guards_are_counted() -> None:
     assert all(row.capped == 1 and row.gated == 0 and row.skipped == 0 for row in rows)
 
 
-def test_measuring_changes_nothing() -> None:
-    measured = stepped()[0]
-    model = network()
-    opt = LocoProp(
-        model, lr=LR, gamma=GAMMA, output_transfer="sigmoid", solver="sgd", local_steps=6,
-        variant="locoprop-s",
-    )  # fmt: skip
-    cross_entropy(model(X), Y).backward()
-    opt.step()
-    assert_close(weights(measured), weights(model))
-    with pytest.raises(RuntimeError, match="diagnose=True"):
-        opt.diagnostics()
-
-
 def test_as_text_as_a_rich_table_and_for_tensorboard() -> None:
     rows = stepped()[1].diagnostics()
     lines = str(rows).splitlines()
     assert len(lines) == 4
     assert all(heading in lines[0] for heading in HEADINGS.values())
     assert len({len(line) for line in lines}) == 1
-    console = Console(width=160, record=True, file=io.StringIO())
-    console.print(rows)
-    assert "of BackProp" in console.export_text()
+    assert printed(rows).split()[: len(HEADINGS) + 1] == lines[0].split()
 
     written: dict[str, float] = {}
 
@@ -147,8 +139,354 @@ def test_as_text_as_a_rich_table_and_for_tensorboard() -> None:
 
     rows.write(Writer(), 7)
     assert written["cosine/2"] == rows[1].cosine
-    assert len(written) == 3 * (len(HEADINGS) - 1)
+    assert written["loss_before/4"] == rows[2].loss_before
+    assert len(written) == 3 * 11  # all but the layers' names
 
 
 def test_before_the_first_step_there_are_no_rows() -> None:
     assert len(LocoProp(network(), output_transfer="sigmoid", diagnose=True).diagnostics()) == 0
+
+
+def printed(rows: Diagnostics, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(rows)
+    return console.export_text()
+
+
+def test_the_table_fits_into_80_columns() -> None:
+    """With numbers that need the most room, of a layer with a long name, none of them is cut."""
+    row = stepped()[1].diagnostics()[0]
+    wide = dict.fromkeys(HEADINGS, -1.234567e-05)
+    wide |= {"gated": 1234, "capped": 123, "skipped": 1234, "milliseconds": 1234.5}
+    wide |= {"displacement": 0.00123456, "cosine": -0.123456}
+    lines = printed(Diagnostics([replace(row, layer="encoder.layers.11.linear1", **wide)]))
+    assert max(map(len, lines.splitlines())) <= 80
+    numbers = ["-1.23e-5"] * 4 + ["0.00123", "-0.123", "1234", "123", "1234", "1.23e3"]
+    assert lines.splitlines()[2].split()[-len(HEADINGS) :] == numbers
+
+
+# ---- local losses before and after ---------------------------------------------------------------
+
+ROWS = batch(40, 6), batch(40, 3, seed=2)
+INTEGRALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "tanh": lambda a: a.cosh().log(),
+    "sigmoid": F.softplus,
+}
+
+
+class Seen:
+    """What a layer of ``network()`` sees of a batch and of its loss, by autograd."""
+
+    def __init__(
+        self, model: nn.Sequential, index: int, x: Tensor, y: Tensor, share: float
+    ) -> None:
+        self.x = model[:index](x).detach()
+        a = model[index](self.x).detach().requires_grad_()
+        last = index == len(model) - 1
+        self.name = "sigmoid" if last else "tanh"
+        f = torch.sigmoid(a) if last else torch.tanh(a)
+        if last:
+            loss = -(y * f.log() + (1 - y) * (1 - f).log()).sum() / len(y)
+        else:
+            loss = cross_entropy(model[index + 2 :](f), y)
+        self.g, self.v = (t * share for t in torch.autograd.grad(loss, [a, f]))
+        self.a, self.f = a.detach(), f.detach()
+
+
+def local_loss(variant: str, seen: Seen, times: float, weight: Tensor, bias: Tensor) -> Tensor:
+    """The loss of each row as the paper has it, with a gradient so many times what was seen."""
+    step, integral = GAMMA * times, INTEGRALS[seen.name]
+    a = seen.x @ weight.T + bias
+    f = torch.sigmoid(a) if seen.name == "sigmoid" else torch.tanh(a)
+    if variant in ("locoprop-s", "proxprop"):
+        return 0.5 * (a - (seen.a - step * seen.g)).square().sum(-1)
+    if variant == "locoprop-m":
+        return (integral(a) - (seen.f - step * seen.g) * a).sum(-1)
+    if variant == "pocoprop-s":
+        return 0.5 * (f - (seen.f - step * seen.v)).square().sum(-1)
+    target = seen.a - step * seen.v
+    return (integral(target) - integral(a) - f * (target - a)).sum(-1)
+
+
+@pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("parts", [1, 2], ids=["", "accumulated"])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize(
+    "variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m", "proxprop"]
+)
+def test_losses_before_and_after(variant: str, reduction: str, parts: int, clip: bool) -> None:
+    """In the second step too, when layers keep no more than they need."""
+    model = network()
+    opt = LocoProp(
+        model, lr=1e-3, gamma=GAMMA, output_transfer="sigmoid", solver="sgd", local_steps=6,
+        variant=variant, local_reduction=reduction, diagnose=True,
+    )  # fmt: skip
+    for _ in range(2):
+        old = copy.deepcopy(model)
+        batches = list(zip(*(t.chunk(parts) for t in ROWS), strict=True))
+        opt.zero_grad()
+        for x, y in batches:
+            (cross_entropy(model(x), y) / parts).backward()
+        factor = 1.0
+        if clip:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            factor = 0.05 / (float(norm) + 1e-6)
+            assert factor < 1
+        if variant == "locoprop-s":
+            assert opt._layers[0].calls[0].gram is not None
+        opt.step()
+        rows = len(ROWS[0]) if reduction == "mean" else 1
+        for row in opt.diagnostics():
+            index = int(row.layer)
+            seen = [Seen(old, index, x, y, 1 / parts) for x, y in batches]
+            for measured, which in ((row.loss_before, old), (row.loss_after, model)):
+                at = [p.detach() for p in which[index].parameters()]
+                by_hand = sum(float(local_loss(variant, s, factor * rows, *at).sum()) for s in seen)
+                assert measured == pytest.approx(by_hand / rows, rel=1e-9)
+            assert row.local_loss == pytest.approx(row.loss_after - row.loss_before)
+
+
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+def test_losses_of_some_rows(variant: str) -> None:
+    """With max_rows=, those that are kept, each for as many as it stands for."""
+    model = network()
+    opt = LocoProp(
+        model, lr=1e-3, gamma=GAMMA, output_transfer="sigmoid", solver="sgd", local_steps=6,
+        variant=variant, max_rows=10, diagnose=True,
+    )  # fmt: skip
+    old = copy.deepcopy(model)
+    cross_entropy(model(ROWS[0]), ROWS[1]).backward()
+    kept = opt._layers[0].calls[0].kept
+    assert kept is not None
+    opt.step()
+    at = [p.detach() for p in old[0].parameters()]
+    by_hand = 4 * local_loss(variant, Seen(old, 0, *ROWS, 1.0), 1.0, *at)[kept].sum()
+    assert opt.diagnostics()[0].loss_before == pytest.approx(float(by_hand))
+
+
+def test_losses_behind_a_linear_transfer_leave_nothing_out() -> None:
+    """There the matching loss is the squared one, whether rows are kept or XᵀX."""
+    for rows in (3, 40):
+        model = network("linear", sizes=(6, 3))
+        opt = LocoProp(model, lr=LR, gamma=GAMMA, output_transfer="linear", diagnose=True)
+        for step in range(2):
+            opt.zero_grad()
+            a = model(ROWS[0][:rows])
+            loss = 0.5 * (a - ROWS[1][:rows]).square().sum()
+            g = torch.autograd.grad(loss, a, retain_graph=True)[0]
+            loss.backward()
+            if step:  # when the transfer is known
+                assert (opt._layers[0].calls[0].gram is not None) == (rows == 40)
+            opt.step()
+        by_hand = float(0.5 * (GAMMA * g).square().sum())
+        assert opt.diagnostics()[0].loss_before == pytest.approx(by_hand)
+
+
+def test_losses_of_a_natural_target() -> None:
+    damping = 0.1
+    variant = Variant("natural", NaturalGradient(damping=damping), Squared())
+    model, opt, _, _ = stepped(variant=variant)
+    fisher = opt.state[model[0].weight]["fisher"]
+    g = Seen(network(), 0, X, Y, 1.0).g
+    system = fisher + damping * fisher.diagonal().mean() * torch.eye(len(fisher))
+    by_hand = 0.5 * (GAMMA * torch.linalg.solve(system, g.T)).square().sum()
+    assert opt.diagnostics()[0].loss_before == pytest.approx(float(by_hand))
+
+
+def test_losses_of_a_convolution() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(2, 4, 2, groups=2), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
+    model = model.double()
+    opt = LocoProp(model, lr=1e-3, gamma=GAMMA, output_transfer="sigmoid", diagnose=True)
+    old, x = copy.deepcopy(model), X.reshape(8, 2, 3)
+    a0 = old[0](x)
+    g = torch.autograd.grad(cross_entropy(old[1:](a0), Y), a0)[0]
+    cross_entropy(model(x), Y).backward()
+    opt.step()
+    y = a0.tanh() - GAMMA * g
+    row = opt.diagnostics()[0]
+    for measured, a in ((row.loss_before, a0), (row.loss_after, model[0](x))):
+        assert measured == pytest.approx((a.cosh().log() - y * a).sum().item())
+
+
+def test_between_the_steps_of_every_the_losses_are_those_of_s() -> None:
+    model, opt, *_ = stepped(variant="locoprop-m", every=2)
+    g = Seen(copy.deepcopy(model), 0, X, Y, 1.0).g
+    opt.zero_grad()
+    cross_entropy(model(X), Y).backward()
+    opt.step()
+    by_hand = float(0.5 * (GAMMA * g).square().sum())
+    assert opt.diagnostics()[0].loss_before == pytest.approx(by_hand)
+
+
+class Tied(nn.Module):
+    """The first weight is used by its layer, and once more outside of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)) @ self.first.weight)  # type: ignore[no-any-return]
+
+
+def test_losses_that_are_not_known_are_left_out() -> None:
+    model = Tied()
+    opt = LocoProp(model, lr=LR, gamma=GAMMA, output_transfer="sigmoid", diagnose=True)
+    for _ in range(2):
+        opt.zero_grad()
+        cross_entropy(model(X), Y).backward()
+        opt.step()
+        rows = opt.diagnostics()
+        first, second = rows
+        assert math.isnan(first.loss_before)
+        assert math.isnan(first.loss_after)
+        assert second.loss_before > 0
+        assert str(rows).splitlines()[1].split()[:3] == ["first", "–", "–"]
+        assert printed(rows).splitlines()[2].split()[:3] == ["first", "–", "–"]
+        names: list[str] = []
+
+        class Writer:
+            def add_scalar(self, name: str, value: float, step: int) -> None:
+                assert not math.isnan(value)
+                names.append(name)  # noqa: B023
+
+        rows.write(Writer(), 0)
+        assert "loss_before/first" not in names
+        assert "loss_after/first" not in names
+        assert {"loss_before/second", "loss_after/second", "local_loss/first"} <= {*names}
+
+
+# ---- no influence, and no cost -------------------------------------------------------------------
+
+
+class Mine(Target):
+    """A target that asks for rows' gradients itself."""
+
+    def __call__(self, a: Tensor, transfer: Any, g: Any, v: Any, gamma: Any) -> Tensor:
+        return a - gamma * g  # type: ignore[no-any-return]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "s": {"variant": "locoprop-s"},
+    "m": {"variant": "locoprop-m"},
+    "pocoprop-s": {"variant": "pocoprop-s"},
+    "pocoprop-m": {"variant": "pocoprop-m"},
+    "proxprop": {"variant": "proxprop"},
+    "natural-s": {"variant": "natural-s"},
+    "a target of one's own": {"variant": Variant("mine", Mine(), Squared())},
+    "exact": {"variant": "locoprop-s", "solver": "exact"},
+    "exact, m": {"variant": "locoprop-m", "solver": "exact"},
+    "exact, now and then": {"variant": "locoprop-s", "solver": Exact(every=2)},
+    "some rows": {"max_rows": 10},
+    "some rows of one iteration": {"max_rows": 10, "local_steps": 1},
+    "gate": {"gate": True, "lr": 0.5},
+    "gate of s": {"gate": True, "lr": 0.5, "variant": "locoprop-s"},
+    "every other step": {"every": 2},
+    "means": {"local_reduction": "mean"},
+    "two iterations": {"local_steps": 2, "variant": "locoprop-s"},
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2], ids=["", "accumulated"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_measuring_changes_no_bit(name: str, parts: int) -> None:
+    """Nor which products the iterations of narrow layers go by: see the last of the settings."""
+    ends = []
+    for diagnose in (True, False):
+        model = network(sizes=(6, 2, 4, 3))
+        given = {"lr": 1e-3, "local_steps": 5, "momentum": 0.9, **SETTINGS[name]}
+        opt = LocoProp(model, gamma=GAMMA, output_transfer="sigmoid", diagnose=diagnose, **given)
+        for _ in range(4):
+            opt.zero_grad()
+            for x, y in zip(*(t.chunk(parts) for t in ROWS), strict=True):
+                (cross_entropy(model(x), y) / parts).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            opt.step()
+        ends.append(weights(model))
+    assert all(map(torch.equal, *ends))
+
+
+def test_nothing_is_recorded_when_off() -> None:
+    for diagnose in (True, False):
+        model = network()
+        opt = LocoProp(model, output_transfer="sigmoid", diagnose=diagnose)
+        for _ in range(2):
+            opt.zero_grad()
+            cross_entropy(model(X), Y).backward()
+            recorded = [call.g is not None for layer in opt._layers for call in layer.calls]
+            assert recorded == [diagnose] * 3
+            opt.step()
+        assert not opt._capture.tracing
+    with pytest.raises(RuntimeError, match="diagnose=True"):
+        opt.diagnostics()
+
+
+# ---- counts ---------------------------------------------------------------------------------------
+
+
+def counts(opt: LocoProp) -> list[tuple[int, int, int]]:
+    return [(row.gated, row.capped, row.skipped) for row in opt.diagnostics()]
+
+
+def ruined(model: nn.Sequential, opt: LocoProp) -> None:
+    """A step whose gradients are not finite."""
+    opt.zero_grad()
+    cross_entropy(model(X), Y).backward()
+    for p in model.parameters():
+        assert p.grad is not None
+        p.grad.fill_(torch.inf)
+    opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:The local solution")
+def test_counts_outlive_a_resumption() -> None:
+    model, opt, *_ = stepped(cap=1e-3)
+    ruined(model, opt)
+    assert counts(opt) == [(0, 1, 1)] * 3
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other, resumed, *_ = stepped(cap=1e-3)
+    resumed.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    assert counts(resumed) == [(0, 1, 1)] * 3
+    assert resumed.skipped_updates == opt.skipped_updates == {"0": 1, "2": 1, "4": 1}
+    ruined(other, resumed)
+    assert counts(resumed) == [(0, 1, 2)] * 3
+    del saved["counts"]  # as in a state dict of an earlier version
+    resumed.load_state_dict(saved)
+    assert counts(resumed) == [(0, 0, 0)] * 3
+
+
+def test_a_resumed_run_does_not_warn_of_what_was_skipped_before(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model, opt, *_ = stepped()
+    with pytest.warns(UserWarning, match="was not finite"):
+        ruined(model, opt)
+    other, resumed, *_ = stepped()
+    resumed.load_state_dict(opt.state_dict())
+    resumed.zero_grad()
+    cross_entropy(other(X), Y).backward()
+    resumed.step()
+    assert resumed.skipped_updates["0"] == 1
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match="was not finite"):
+        ruined(other, resumed)
+
+
+@pytest.mark.filterwarnings("ignore:The local solution")
+def test_counts_outlive_copies_and_new_groups() -> None:
+    model, opt, *_ = stepped(cap=1e-3)
+    ruined(model, opt)
+    _, copied = copy.deepcopy((model, opt))
+    assert counts(copied) == [(0, 1, 1)] * 3
+    copied.zero_grad()
+    more = nn.Linear(2, 2)
+    copied._model.add_module("more", more)
+    copied.add_param_group({"params": list(more.parameters())})
+    assert counts(copied) == [(0, 1, 1)] * 3
+    assert copied.skipped_updates == {"0": 1, "2": 1, "4": 1, "more": 0}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,6 +104,7 @@ def local_problem(
     exchange = None if layer.together is None else Exchange(layer.together, mean)
     # What a row's loss counts in the sum of its process is divided by that of the others.
     shares = 1 if exchange is None or mean else exchange.together.processes
+    of_row = scale / of_each / shares  # times the recorded gradient of a row
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
         layer.follow_gradients()
@@ -129,10 +131,9 @@ def local_problem(
         regularizer=method.regularizer,
         row_weight=layer.row_weight(of_each),
         # A row's problem has the gradient of the row's own loss, not of its share in the mean.
-        g=_scaled(layer.gradients(), scale / of_each / shares) if "g" in target.needs else None,
-        v=_scaled(_post_gradients(layer, x), scale / of_each / shares)
-        if "v" in target.needs
-        else None,
+        g=_scaled(layer.gradients(), of_row) if "g" in target.needs else None,
+        v=_scaled(_post_gradients(layer, x), of_row) if "v" in target.needs else None,
+        recorded=partial(_recorded, layer, of_row),
         fisher=fisher,
         before=None if relative else _before(layer, group_of),
         base=base,
@@ -225,7 +226,8 @@ def use_of_rows(
     kept = group["state_of"] in (None, group["solver"])  # step() will forget another solver's
     state = states.get(owner, {}) if kept else {}
     use = method.solver.use_of_rows(method.local_steps, number, state, columns)
-    if use is not None and (group["gate"] or diagnosed):
+    # To measure takes what there is: it must not change what the iterations go by.
+    if use is not None and (group["gate"] or (diagnosed and not use.is_any)):
         use = use._replace(gradients=use.gradients + 1)
     settled = layer.decided or layer.explicit or not asked.loss.uses_transfer
     bent = exact and (variant.loss.uses_transfer or not settled)  # and a closed form asks how much
@@ -274,6 +276,14 @@ def loss_terms(layers: list[ServedLayer]) -> int | None:
             classes = layer.transfer is not None and not layer.transfer.elementwise
             terms.append((1 if classes else layer.width) * layer.row_count)
     return terms[0] if len(terms) == 1 else None
+
+
+def _recorded(layer: ServedLayer, of_row: float) -> Tensor | None:
+    """∂L/∂a over ``row_weight``, where it was recorded and all of the layer's gradient is of it."""
+    if layer.obstacle:
+        return None
+    layer.follow_gradients()
+    return _scaled(layer.weighted_gradients(), of_row)
 
 
 def _scaled(rows: Tensor | None, scale: float) -> Tensor | None:

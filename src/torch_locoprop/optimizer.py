@@ -127,8 +127,9 @@ class LocoProp(WithFallback):
             step instead, and loses its momentum. Costs one more product with all rows.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
             back. None: all that can.
-        diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time.
-            Of several processes, in all or in none: they exchange what they measure.
+        diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time, and
+            the memory of ∂L/∂a of every layer until the step. Of several processes, in all or in none:
+            they exchange what they measure.
         cuda_graph: on a GPU, replay steps that are the same work as those before as a CUDA graph: the
             same to rounding, far sooner, for copies of the layers' inputs and memory of its own. False:
             never.
@@ -138,10 +139,10 @@ class LocoProp(WithFallback):
             step of ``outer``.
         outer: that optimizer, or a list of several, or a function that makes them of the parameters
             it is given: those of the layers with a local problem. An optimizer of all parameters will
-            do, the one you have already: it trains the others too, and needs no ``fallback``. Schedules of this optimizer's lr act
-            on it, beside any of its own: during a step its learning rates are multiplied by lr over
-            the lr given here, while the local problem keeps the latter. Groups whose schedules differ
-            need groups of their own in it.
+            do, the one you have already: it trains the others too, and needs no ``fallback``.
+            Schedules of this optimizer's lr act on it, beside any of its own: during a step its
+            learning rates are multiplied by lr over the lr given here, while the local problem keeps
+            the latter. Groups whose schedules differ need groups of their own in it.
         fallback: makes the optimizer of the parameters that have no local problem. Without it they
             get ``AdamW(lr=1e-3)`` and you get a warning. Its groups stand after the local ones in
             ``param_groups``: schedulers that take one number for each group take one for it too.
@@ -209,7 +210,7 @@ class LocoProp(WithFallback):
         self._diagnosed: dict[str, dict[str, Tensor | float]] | None = {} if diagnose else None
         self._replays = cuda_graph
         self._fisher_missing = False
-        self._skipped_before: dict[str, int] = {}  # by layers found again after a change of groups
+        self._counted: dict[str, dict[str, int]] = {}  # at a resumption or a change of groups
         self._attached = False
         defaults = {
             "lr": lr,
@@ -535,11 +536,7 @@ class LocoProp(WithFallback):
     @property
     def skipped_updates(self) -> dict[str, int]:
         """How often each layer's local solution was not finite and so was not written."""
-        return {
-            layer.name: int(layer.counts.get("skipped", 0))
-            + self._skipped_before.get(layer.name, 0)
-            for layer in self._layers
-        }
+        return {layer.name: int(layer.counts.get("skipped", 0)) for layer in self._layers}
 
     @property
     def capturable(self) -> bool:
@@ -587,7 +584,7 @@ class LocoProp(WithFallback):
         self._add_to_fallback(rest, self._fallback_factory)
 
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
+        state = {**super().state_dict(), "counts": self._counts()}
         return state if self._outer is None else {**state, "outer": self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -606,6 +603,9 @@ class LocoProp(WithFallback):
         self._graphs.forget()  # they hold the state before
         if self._outer is not None:
             self._outer.load_state_dict(state_dict["outer"])
+        self._counted = dict(state_dict.get("counts", {}))
+        for layer in self._layers:
+            layer.count_from(self._counted.get(layer.name, {}))
         self._link_fallback()
         self._plan_capture()
 
@@ -627,7 +627,7 @@ class LocoProp(WithFallback):
         )
         own = {name: getattr(self, name) for name in kept.split()}
         own |= {"_fallback_factory": None, "_attached": False}
-        return {**super().__getstate__(), **own, "_skipped_before": self.skipped_updates}
+        return {**super().__getstate__(), **own, "_counted": self._counts()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -644,9 +644,11 @@ class LocoProp(WithFallback):
     def _attach(self) -> None:
         """Find the layers of the model and put the hooks on them."""
         if self._attached:
-            self._skipped_before = self.skipped_updates
+            self._counted = self._counts()
         given = {p for group in self.param_groups for p in group["params"]}
         self._layers, self._unserved = survey(self._model, given, patterns=self._patterns)
+        for layer in self._layers:
+            layer.count_from(self._counted.get(layer.name, {}))
         give_transfers(self._layers, self._given_transfers)
         check_agreement(self._layers, self._group_of())
         output_transfer = self._output_transfer or self._loss_transfer
@@ -661,12 +663,14 @@ class LocoProp(WithFallback):
         self._planned = self._asked()
         steps = next(group["steps"] for group in self._local_groups())
         group_of = self._group_of()
-        draw = False
+        draw = searching = False
         orders: Orders = {}
         for layer in self._layers:
             group = group_of[layer.given[0]]
             variant, _ = effective_variant(self._components.variant(group), layer)
-            layer.needs = variant.target.needs | self._components.regularizer(group).needs
+            needs = variant.target.needs | self._components.regularizer(group).needs
+            searching |= bool(layer.trained) and (not layer.decided or bool(needs))
+            layer.needs = needs if self._diagnosed is None else needs | {"g"}
             asked = self._components.variant(group).target.needs  # whatever becomes of it
             layer.may_come_aside = not (asked | layer.needs)
             layer.keeps_output = asks_for_output(layer, group, self._components)
@@ -678,7 +682,7 @@ class LocoProp(WithFallback):
         self._capture.draw_labels(steps if draw or self._fisher_missing else None)
         self._fisher_missing = False
         active = [layer for layer in self._layers if layer.trained]
-        self._capture.tracing = any(not layer.decided or layer.needs for layer in active)
+        self._capture.tracing = searching
         self._capture.record_post_gradients = any("v" in layer.needs for layer in active)
 
     def _asked(self) -> list[object]:
@@ -700,6 +704,10 @@ class LocoProp(WithFallback):
             return self._outer.name
         return "–" if self._fallback is None else type(self._fallback).__name__
 
+    def _counts(self) -> dict[str, dict[str, int]]:
+        """How often each layer's solutions were skipped, gated and capped."""
+        return {layer.name: layer.counted() for layer in self._layers}
+
     def _group_of(self) -> dict[nn.Parameter, Group]:
         return {p: group for group in self._local_groups() for p in group["params"]}
 
@@ -709,11 +717,12 @@ class LocoProp(WithFallback):
 
     def _report_skips(self) -> None:
         """Warn of skipped updates once; on an accelerator, look only now and then."""
-        skips = [layer.counts.get("skipped") for layer in self._layers]
-        counters = [count for count in skips if isinstance(count, Tensor)]
+        skips = {layer.name: layer.counts.get("skipped") for layer in self._layers}
+        counters = {name: count for name, count in skips.items() if isinstance(count, Tensor)}
         steps = next(group["steps"] for group in self._local_groups())
-        if any(counter.is_cpu or steps % _LOOK_EVERY == 0 for counter in counters) and any(
-            int(counter) for counter in counters
+        if any(count.is_cpu or steps % _LOOK_EVERY == 0 for count in counters.values()) and any(
+            int(count) > self._counted.get(name, {}).get("skipped", 0)
+            for name, count in counters.items()
         ):
             names = [name for name, count in self.skipped_updates.items() if count]
             self._notices.once("skipped", notices.not_finite(names))

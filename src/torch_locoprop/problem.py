@@ -11,6 +11,7 @@ bit, and the problem sees whatever was done to ``G`` (clipping, averaging, a pen
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -62,6 +63,7 @@ class LocalProblem:
     row_weight: float | Tensor = 1.0
     g: Tensor | None = None  # [..., rows, d], ∂L/∂a over row_weight, where the target asks for it
     v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
+    recorded: Callable[[], Tensor | None] | None = None  # g for diagnostics, if the target has none
     fisher: Tensor | None = None  # [..., d, d], of the pre-activations
     before: Before | None = None
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
@@ -161,9 +163,40 @@ class LocalProblem:
         before, after = (self.loss.value(a, target, self.transfer) for a in (a0, a0 + change))
         slope = self.loss.residual(a0, target, self.transfer)
         beyond_linear = after - before - (slope * change).sum(-1)
+        return linear + self.of_all(self._added_up(beyond_linear).to(linear)) + penalty
+
+    def objective_at_start(self) -> Tensor:
+        """The objective at the start; NaN where ∂L/∂a, or ∂L/∂y, is not known row by row.
+
+        Exact where the loss is; where the residual is ``a − a*`` also if the loss leaves out a
+        constant. A process that knows it not makes it unknown to all.
+        """
+        rows = self._losses_at_start()
+        unknown = self._like.new_full((), torch.nan)
+        return self.of_all(unknown if rows is None else self._added_up(rows).to(unknown))
+
+    def _losses_at_start(self) -> Tensor | None:
+        """The local loss at the start, of each row, where it is known."""
+        g, target = self.g, self.target
+        if target.starts_at_zero and g is None:
+            g = None if self.recorded is None else self.recorded()
+            if g is None:
+                return None
+            if self.loss.is_quadratic(self.transfer):
+                # The residual of a row comes from its g as the first gradient does from G.
+                first = target.first_gradient({"weight": g.mT}, self.gamma, self.fisher)
+                return None if first is None else 0.5 * first["weight"].square().sum(-2)
+        given = {"g": g, "v": self.v}
+        if isinstance(self.x, Gram) or any(given.get(name) is None for name in target.needs):
+            return None
+        goal = target(self.a0, self.transfer, g, self.v, self.gamma)
+        return self.loss.value(self.a0, goal, self.transfer)
+
+    def _added_up(self, rows: Tensor) -> Tensor:
+        """The sum over the rows ``[..., rows]``, each as often as it counts."""
         own = self._own_weights
         weight = self.row_weight if own is None else _precise(own).squeeze(-1)
-        return linear + self.of_all((weight * beyond_linear).sum().to(linear)) + penalty
+        return (weight * _precise(rows)).sum()
 
     def _forward(self, at: Tensors) -> Tensor:
         """The pre-activations at these tensors."""

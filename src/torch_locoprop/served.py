@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -380,6 +380,16 @@ class ServedLayer:
         known += happened
         self.counts[what] = known
 
+    def counted(self) -> dict[str, int]:
+        """The counts as numbers, for which the host waits."""
+        return {what: int(count) for what, count in self.counts.items()}
+
+    def count_from(self, counts: Mapping[str, int]) -> None:
+        """Set the counts, in place where a step that was captured goes on to add to them."""
+        for what in {*self.counts, *counts}:
+            known, count = self.counts.get(what), counts.get(what, 0)
+            self.counts[what] = known.fill_(count) if isinstance(known, Tensor) else count
+
     def clear(self) -> None:
         self.outputs_aside = 0
         self.calls.clear()
@@ -421,6 +431,14 @@ class ServedLayer:
     def gradients(self) -> Tensor | None:
         """∂L/∂a ``[rows, d]``, where recorded."""
         return self._joined([call.g for call in self.calls])
+
+    def weighted_gradients(self) -> Tensor | None:
+        """Likewise, with the squares of rows as many times as ``row_weight`` does not count them."""
+        if all(call.gram is None for call in self.calls):
+            return self.gradients()
+        times = [self._stands_for(call) ** 0.5 for call in self.calls]
+        pairs = zip(times, (call.g for call in self.calls), strict=True)
+        return self._joined([None if g is None else time * g for time, g in pairs])
 
     def has_v(self, call: Call) -> bool:
         """Whether ∂L/∂y was recorded behind the layer's own transfer."""

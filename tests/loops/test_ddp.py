@@ -84,6 +84,13 @@ CASES = {
     ),
     "no rows in one": Case(order="nothing"),
     "a layer of one": Case(order="branch"),
+    "measured": Case({"diagnose": True}),
+    "measured, S": Case({"diagnose": True, "variant": "locoprop-s"}),
+    "measured, PocoProp": Case({"diagnose": True, "variant": "pocoprop-m", "gamma": 0.5}),
+    "measured, means": Case({"diagnose": True, "local_reduction": "mean"}),
+    "measured, uneven": Case({"diagnose": True, "variant": "locoprop-s"}, order=UNEVEN),
+    "measured, no rows in one": Case({"diagnose": True}, order="nothing"),
+    "measured, a layer of one": Case({"diagnose": True}, order="branch"),
 }
 
 
@@ -127,7 +134,7 @@ def network(case: Case) -> nn.Sequential:
 
 
 def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> list[Tensor]:
-    """The weights after some steps on a part of every batch."""
+    """The weights after some steps on a part of every batch, and the local losses if measured."""
     own = {"lr": 1e-3, "gamma": 2.0, "local_steps": 4, "output_transfer": "sigmoid"}
     whole = called if case.order == "LocoProp(wrapper)" else model
     opt = LocoProp(whole, **{**own, **case.settings})
@@ -150,7 +157,11 @@ def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> lis
         scaler.update()
         if not case.order.startswith("zero"):
             opt.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+    measured = []
+    if case.settings.get("diagnose"):
+        losses = [[row.loss_before, row.loss_after] for row in opt.diagnostics()]
+        measured = [torch.tensor(losses).double().nan_to_num(-1.0)]
+    return [*(p.detach().clone() for p in model.parameters()), *measured]
 
 
 def _in_a_process(rank: int, folder: str) -> None:
@@ -194,8 +205,18 @@ def test_both_have_the_same_bits(name: str, in_two: list[dict[str, list[Tensor]]
         assert torch.equal(first, second)
 
 
-NOT_THE_WHOLE = ["natural-s", "no rows in one", "a layer of one"]
-NOT_THE_WHOLE += [name for name, case in CASES.items() if case.order == UNEVEN]
+def test_local_losses_that_one_does_not_know_are_unknown_to_both(
+    in_two: list[dict[str, list[Tensor]]],
+) -> None:
+    for found in in_two:
+        assert found["measured, a layer of one"][-1][-1].tolist() == [-1.0, -1.0]
+        assert (found["measured, a layer of one"][-1][:-1] != -1).all()
+
+
+NOT_THE_WHOLE = ["natural-s"]
+NOT_THE_WHOLE += [
+    name for name, case in CASES.items() if case.order in (UNEVEN, "nothing", "branch")
+]
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in NOT_THE_WHOLE])
@@ -206,6 +227,7 @@ def test_they_are_one_process_with_the_whole_batch(
     model = network(CASES[name])
     before = [p.detach().clone() for p in model.parameters()]
     one = trained(replace(CASES[name], passes=1), model, model, slice(None))
+    before += [torch.zeros_like(t) for t in one[len(before) :]]
     for whole, half, start in zip(one, in_two[0][name], before, strict=True):
         near = (
             {"rtol": 1e-8, "atol": 1e-12}
