@@ -271,11 +271,95 @@ def test_what_an_optimizer_of_all_parameters_does_without_local_problems() -> No
 
 def test_an_outer_optimizer_of_too_many_or_too_few() -> None:
     model = with_a_norm()
-    with pytest.raises(ValueError, match="Leave fallback= out"):
-        loco(model, adam_of(model), fallback=OUTER["sgd"])  # type: ignore[arg-type]
+    for options in ({"fallback": OUTER["sgd"]}, {"maximize": True}):
+        with pytest.raises(ValueError, match="Leave fallback= and maximize= out"):
+            loco(model, adam_of(model), **options)  # type: ignore[arg-type]
     for params in ([model[0].weight], [*model[0].parameters(), *model[1].parameters()]):
         with pytest.raises(ValueError, match="or an optimizer of all"):
             loco(model, torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
+
+
+def test_an_optimizer_of_what_is_trained_may_lack_what_is_frozen() -> None:
+    model, plain = with_a_norm(), with_a_norm()
+    for each in (model, plain):
+        each[0].requires_grad_(False)
+        each[1].bias.requires_grad_(False)
+    opt, adam = (
+        torch.optim.Adam([p for p in each.parameters() if p.requires_grad], lr=0.01)
+        for each in (model, plain)
+    )
+    loco_opt = loco(model, opt)  # type: ignore[arg-type]
+    train(model, loco_opt.step)
+    train(plain, adam.step)
+    assert all(map(torch.equal, weights(model), weights(plain)))
+    model[0].requires_grad_(True)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="were frozen when this optimizer was made"):
+        train(model, loco_opt.step)
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_schedules_of_absolute_rates_move_all_parameters_alike() -> None:
+    model = with_a_norm()
+    groups = [{"params": model.parameters(), "lr": 0.1}]
+    opt = loco(model, adam_of(model), param_groups=groups)  # type: ignore[arg-type]
+    torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=10, cycle_momentum=False)
+    assert opt._outer is not None
+    factors = opt._outer.factors(opt._groups_with_rates())
+    assert set(factors) == set(model.parameters())
+    assert list(factors.values()) == pytest.approx([0.04] * len(factors))
+
+
+@pytest.mark.parametrize("saved_by_one", [True, False])
+def test_a_state_dict_of_another_division_is_refused_before_anything_is_loaded(
+    saved_by_one: bool,
+) -> None:
+    def made(by_one: bool) -> tuple[nn.Module, LocoProp]:
+        model, make = with_a_norm(), partial(torch.optim.AdamW, lr=0.01)
+        one = {"outer": make(model.parameters())}
+        opt = loco(model, **(one if by_one else {"outer": make, "fallback": make}))
+        train(model, opt.step)
+        return model, opt
+
+    _, saved = made(saved_by_one)
+    model, opt = made(not saved_by_one)
+    before = copy.deepcopy(opt.state_dict())
+    with pytest.raises(ValueError, match="other groups of parameters"):
+        opt.load_state_dict(saved.state_dict())
+    assert str(opt.state_dict()) == str(before)
+    train(model, opt.step)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"variant": "natural-s"},
+        {"regularizer": "l1"},
+        {"solver": "momentum", "momentum": 0.5},
+        {"cap": 0.5, "cap_by": "backprop"},
+    ],
+    ids=str,
+)
+def test_other_steps_of_one_iteration_are_handed_over_as_they_are(options: dict[str, Any]) -> None:
+    """The displacement that would have been written, and not the plain gradient."""
+    handed: list[torch.Tensor] = []
+
+    class Spy(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            handed[:] = [p.grad.clone() for group in self.param_groups for p in group["params"]]
+
+    numbers = {"lr": 0.1, "gamma": 7.0, "local_steps": 1, "output_transfer": "sigmoid"}
+    given: dict[str, Any] = {"solver": "sgd", **numbers, **options}
+    model, written = network(), network()
+    train(model, LocoProp(model, apply="gradient", outer=partial(Spy, lr=1.0), **given).step, 1)
+    before = weights(written)
+    train(written, LocoProp(written, **given).step, 1)
+    moved = [(old - new) / 0.7 for old, new in zip(before, weights(written), strict=True)]
+    for found, expected, p in zip(handed, moved, model.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+        assert p.grad is not None
+        if "solver" not in options:
+            assert not torch.allclose(found, p.grad, rtol=1e-3)
 
 
 def test_gradients_are_left_as_they_were() -> None:

@@ -264,6 +264,27 @@ def test_losses_of_some_rows(variant: str) -> None:
     assert opt.diagnostics()[0].loss_before == pytest.approx(float(by_hand))
 
 
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+def test_losses_where_a_bias_is_frozen(variant: str) -> None:
+    model = network()
+    model[0].bias.requires_grad_(False)
+    opt = LocoProp(
+        model, lr=1e-3, gamma=GAMMA, output_transfer="sigmoid", solver="sgd", local_steps=6,
+        variant=variant, diagnose=True,
+    )  # fmt: skip
+    old = copy.deepcopy(model)
+    cross_entropy(model(ROWS[0]), ROWS[1]).backward()
+    opt.step()
+    seen = Seen(old, 0, *ROWS, 1.0)
+    before, after = (
+        float(local_loss(variant, seen, 1.0, *(p.detach() for p in each[0].parameters())).sum())
+        for each in (old, model)
+    )
+    found = opt.diagnostics()[0]
+    assert found.loss_before == pytest.approx(before)
+    assert found.local_loss == pytest.approx(after - before)
+
+
 def test_losses_behind_a_linear_transfer_leave_nothing_out() -> None:
     """There the matching loss is the squared one, whether rows are kept or XᵀX."""
     for rows in (3, 40):

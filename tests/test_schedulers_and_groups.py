@@ -266,3 +266,53 @@ def test_a_variant_that_asks_for_more_is_taken_from_the_next_forward_pass_on(var
     with pytest.raises(RuntimeError, match="gradients of its outputs, which were not kept"):
         opt.step()
     assert_close(weights(model), before, 0.0)
+
+
+def test_a_model_called_by_its_parts_takes_another_variant_from_the_second_pass_on() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, gamma=20.0, solver="sgd", output_transfer="sigmoid")
+
+    def by_parts() -> None:
+        opt.zero_grad()
+        a = batch(8, 6)
+        for part in model:
+            a = part(a)
+        a.square().sum().backward()
+        opt.step()
+
+    by_parts()
+    opt.param_groups[0]["variant"] = "pocoprop-s"
+    with pytest.raises(RuntimeError, match="from now on it is kept"):
+        by_parts()
+    before = weights(model)
+    by_parts()
+    assert not torch.equal(before[0], model[0].weight)
+
+
+def test_a_batch_that_was_dropped_does_not_keep_a_variant_from_being_taken() -> None:
+    model = network()
+    opt = LocoProp(model, lr=1e-3, gamma=20.0, solver="sgd", output_transfer="sigmoid")
+    step(model, opt)
+    model(batch(8, 6)).square().sum().backward()
+    model.zero_grad()
+    opt.param_groups[0]["variant"] = "pocoprop-s"
+    own = {"lr": 1e-3, "gamma": 20.0, "solver": "sgd", "variant": "pocoprop-s"}
+    expected = after_one_step(copy.deepcopy(model), **own)
+    step(model, opt)
+    assert_close(weights(model), expected, 1e-12)
+
+
+@pytest.mark.parametrize("setting", [{"max_rows": 3}, {"local_steps": 5}, {"gate": True}])
+def test_other_settings_are_taken_from_the_next_forward_pass_on(setting: dict[str, Any]) -> None:
+    """Of one iteration nothing was kept, so what five of them need has to be asked for."""
+    model = network()
+    own = {"lr": 1e-2, "gamma": 20.0, "solver": "sgd", "local_steps": 1}
+    opt = LocoProp(model, **own, output_transfer="sigmoid")
+    step(model, opt)
+    opt.param_groups[0].update(setting)
+    fresh = LocoProp(other := copy.deepcopy(model), **{**own, **setting}, output_transfer="sigmoid")
+    fresh.param_groups[0]["steps"] = 1
+    fresh._plan_capture()  # which rows are drawn depends on it
+    step(other, fresh)
+    step(model, opt)
+    assert_close(weights(model), weights(other), 1e-12)

@@ -195,9 +195,9 @@ def _check_rows(layer: ServedLayer, x: Any) -> None:
 
 def _changed(layer: ServedLayer, needed: str) -> RuntimeError:
     return RuntimeError(
-        f"The settings of layer {layer.name!r} were changed between backward() and step() to some that "
-        f"need {needed}. Change settings before the forward pass, or call zero_grad() and backward() "
-        "again."
+        f"The settings of layer {layer.name!r} were changed between backward() and step(), or before a "
+        f"forward pass of its parts or of a compiled model, to some that need {needed}. Call "
+        "zero_grad() and run forward and backward again: from now on it is kept."
     )
 
 

@@ -39,9 +39,7 @@ class Capture:
         self.layers = {layer.module: layer for layer in layers}
         self.tracing = True  # search the graph for transfers
         self.sums: bool | None = None  # the loss, as a closure's graph tells
-        self.plan: Callable[[], Callable[[], None] | None] = lambda: (
-            None
-        )  # to be made again, weakly
+        self.plan: weakref.WeakMethod[Callable[[], None]] | None = None  # makes it anew
         self.record_post_gradients = False
         self.processes: Any = None  # that have their gradients averaged, once they were seen to
         self._seed: int | None = None  # of the labels drawn in the next forward pass
@@ -87,8 +85,11 @@ class Capture:
 
     def trace_loss(self, loss: object) -> None:
         """Look for the output's transfer inside a loss returned by a closure."""
-        if isinstance(loss, Tensor) and self.tracing:
+        if not isinstance(loss, Tensor):
+            return
+        if self.sums is None:
             self.sums = detection.sums(loss)
+        if self.tracing:
             detection.trace(loss, MODEL_OUTPUT)
 
     def _after_layer(
@@ -202,7 +203,7 @@ class Capture:
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self._in_forward = []
-        if (plan := self.plan()) is not None:
+        if self.plan is not None and (plan := self.plan()) is not None:
             plan()
 
     def _after_model(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:

@@ -337,19 +337,27 @@ def transfer_inside(loss_fn: object) -> Transfer | None:
 
 
 def sums(loss: Tensor) -> bool | None:
-    """Whether a loss sums its terms, and does not average them; None: its graph does not tell."""
-    found, seen, stack = set(), set(), [loss.grad_fn]
+    """Whether a loss sums its terms, and does not average them; None: its graph does not tell.
+
+    A sum that something is done to, such as a division by the number of terms, may be a mean.
+    """
+    found: set[object] = set()
+    seen: set[tuple[Node, bool]] = set()
+    stack = [(loss.grad_fn, True)]  # and whether it is added to the loss as it stands
     while stack:
-        node = stack.pop()
-        if node is None or node in seen or _notes(node).get(KEY, MODEL_OUTPUT).is_layer:
+        node, plain = stack.pop()
+        if node is None or (node, plain) in seen or _notes(node).get(KEY, MODEL_OUTPUT).is_layer:
             continue
-        seen.add(node)
+        seen.add((node, plain))
         reduction = getattr(node, "_saved_reduction", None)
         if reduction is None:
-            stack += [below for below, _ in node.next_functions]
+            plain = plain and (
+                node.name() in ("AddBackward0", "SubBackward0") or _is_transparent(node)
+            )
+            stack += [(below, plain) for below, _ in node.next_functions]
         else:
-            found.add(reduction)
-    return _SUM in found if len(found) == 1 and found <= {_MEAN, _SUM} else None
+            found.add(reduction if plain or reduction == _MEAN else None)
+    return None if len(found) != 1 or not found <= {_MEAN, _SUM} else _SUM in found
 
 
 _MEAN, _SUM = 1, 2  # as PyTorch's losses save them

@@ -95,7 +95,7 @@ class LocoProp(WithFallback):
         local_decay: ``linear``, the rate of iteration t is ``lr · max(1 − t/T, 1/4)``; ``constant``.
         local_reduction: ``sum`` over rows, as in the paper; ``mean``, which makes the settings
             independent of the batch size and of the loss's reduction. A loss that sums has to be told
-            by ``loss_fn``; the one that a closure returns tells it by itself.
+            by ``loss_fn``, or be one of PyTorch's, as it stands, that a closure returns.
         local_products: ``full``, matrix products of local iterations are as exact as torch's (in
             float32 on a GPU to a factor of two: the kernels take three in TF32); ``bf16``,
             they may be of numbers rounded to bfloat16, where that is faster: on a GPU, where the
@@ -124,7 +124,8 @@ class LocoProp(WithFallback):
             the step relative to the outer step where that grows with the gradient, as SGD's does;
             AdamW and Muon take no notice.
         gate: a layer whose local loss has risen, or whose solution is not finite, takes the BackProp
-            step instead, and loses its momentum. Costs one more product with all rows.
+            step instead, and loses its momentum. Costs one more product with all rows and, where a
+            transfer is in the loss, its integral in float64: on a CPU more time than the product.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others fall
             back. None: all that can.
         diagnose: measure what each step does in each layer, for :meth:`diagnostics`; costs time, and
@@ -246,21 +247,23 @@ class LocoProp(WithFallback):
         give_transfers(served, self._given_transfers)
         check_any_served(served, unserved)
         local = {p for layer in served for p in layer.tensors.values()} & given
-        warn_of_ignored(groups, checked, local)
         super().__init__(restricted(checked, local), defaults)
         self._attach()
         self._apply = apply
         rest = [p for group in checked for p in group["params"] if p not in local]
         self._outer = make_outer(apply, outer, self._local_groups(), rest)
         if self._outer is None or not self._outer.trains_rest:
+            warn_of_ignored(groups, checked, local)
             self._add_to_fallback(rest, fallback)
             return
-        if fallback is not None:
+        if fallback is not None or any(group["maximize"] for group in checked):
             raise ValueError(
-                "outer= trains all parameters, those without a local problem too. Leave fallback= out."
+                "outer= trains all parameters, those without a local problem too. Leave fallback= and "
+                "maximize= out, or give outer= the parameters of the layers alone."
             )
-        rate = {"lr": lr, "local_lr": float(lr)}  # whose schedule is that of outer=
-        self.param_groups.append({"params": rest, **rate, "fallback": True})
+        for group in restricted(checked, set(rest)):  # with the schedule of outer=
+            rate = {"lr": group["lr"], "local_lr": float(group["lr"])}
+            self.param_groups.append({"params": group["params"], **rate, "fallback": True})
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -320,8 +323,12 @@ class LocoProp(WithFallback):
             if not asks_for_output(layer, group_of[layer.given[0]], self._components):
                 layer.let_go_of_outputs()
         if self._planned != self._asked():
-            for layer in trained:
-                check_still_served(layer, group_of[layer.given[0]], self._components)
+            try:
+                for layer in trained:
+                    check_still_served(layer, group_of[layer.given[0]], self._components)
+            except RuntimeError:
+                self._plan_capture()  # the next pass, of a compiled model too, will serve
+                raise
         hooked = [
             layer.name
             for layer, own in trained.items()
@@ -599,6 +606,17 @@ class LocoProp(WithFallback):
                 raise ValueError("This is not the state dict of a LocoProp optimizer.")
             if not group["fallback"]:
                 self._check_loaded(group)
+        saved, here = (
+            [(g["fallback"], g["fallback"] and "local_lr" in g, len(g["params"])) for g in groups]
+            for groups in (state_dict["param_groups"], self.param_groups)
+        )
+        if saved != here:
+            raise ValueError(
+                "The state dict has other groups of parameters than this optimizer. Make it with the "
+                "same layers=, param_groups=, outer= and fallback= as the one that was saved."
+            )
+        if self._outer is not None:
+            self._outer.check_loadable(state_dict["outer"])
         super().load_state_dict(state_dict)
         self._graphs.forget()  # they hold the state before
         if self._outer is not None:
@@ -660,7 +678,7 @@ class LocoProp(WithFallback):
 
     def _plan_capture(self) -> None:
         """Tell the hooks what the next step will need of each layer."""
-        self._planned = self._asked()
+        plan = self._asked()
         steps = next(group["steps"] for group in self._local_groups())
         group_of = self._group_of()
         draw = searching = False
@@ -684,6 +702,7 @@ class LocoProp(WithFallback):
         active = [layer for layer in self._layers if layer.trained]
         self._capture.tracing = searching
         self._capture.record_post_gradients = any("v" in layer.needs for layer in active)
+        self._planned = plan
 
     def _asked(self) -> list[object]:
         """What the plan depends on, of all that a user may change."""
@@ -691,7 +710,7 @@ class LocoProp(WithFallback):
 
     def _plan_anew(self) -> None:
         """Before a forward pass: settings may have been changed since the last step."""
-        if self._planned != self._asked() and not any(layer.calls for layer in self._layers):
+        if self._planned != self._asked() and all(layer.starts_afresh() for layer in self._layers):
             self._plan_capture()
 
     def _groups_with_rates(self) -> list[Group]:

@@ -37,7 +37,8 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizers] | Optimizers
 class Outer:
     """One or several optimizers that together train the parameters of all local problems.
 
-    Or all parameters, the ``rest`` too, for which there is no fallback then.
+    Or all parameters, the ``rest`` too, for which there is no fallback then. Those that were made by
+    the user may lack what is frozen.
     """
 
     def __init__(
@@ -56,9 +57,14 @@ class Outer:
                     f"list of them, not {type(optimizer).__name__}."
                 )
         trained = [p for group in self.param_groups for p in group["params"]]
-        self.trains_rest = bool(rest) and not set(rest).isdisjoint(trained)
+        known, own = set(trained), not callable(factory)
+        self.trains_rest = (
+            bool(rest) and own and all(p in known or not p.requires_grad for p in rest)
+        )
         expected = [*params, *rest] if self.trains_rest else params
-        if len(trained) != len(expected) or set(trained) != set(expected):
+        self._missing = [p for p in expected if p not in known]
+        lacking = [p for p in self._missing if p.requires_grad or not own]
+        if len(trained) != len(known) or not known <= set(expected) or lacking:
             raise ValueError(
                 "outer= must train exactly the parameters of the layers with a local problem, each of "
                 "them once, or all that this optimizer trains. Give a function of the former, such as "
@@ -76,6 +82,11 @@ class Outer:
 
     def factors(self, groups: Sequence[Group]) -> dict[nn.Parameter, float]:
         """What schedules have made of each parameter's learning rate since the beginning."""
+        if any(p.grad is not None for p in self._missing):
+            raise RuntimeError(
+                "outer= lacks parameters that were frozen when this optimizer was made, and are no "
+                "longer. Make a new one, with an outer= of all that is trained."
+            )
         each = [float(group["lr"]) / float(group["local_lr"]) for group in groups]
         found = {p: f for group, f in zip(groups, each, strict=True) for p in group["params"]}
         inside = [[found[p] for p in group["params"]] or [1.0] for group in self.param_groups]
@@ -110,16 +121,30 @@ class Outer:
     def state_dict(self) -> list[dict[str, Any]]:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
-    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+    def check_loadable(self, states: Sequence[dict[str, Any]]) -> None:
+        """Raise if the state dicts are those of others."""
         if len(states) != len(self.optimizers):
             raise ValueError(
                 f"The state dict has {len(states)} outer optimizers, and here are "
                 f"{len(self.optimizers)}. Make this optimizer with the same outer=."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
+            saved, here = (_sizes(each) for each in (state["param_groups"], optimizer.param_groups))
+            if saved != here:
+                raise ValueError(
+                    f"Groups of outer= have {here} parameters, and {saved} in the state dict. Make "
+                    "this optimizer with the same outer=."
+                )
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
             for group in optimizer.param_groups:  # of a version whose schedules moved lr itself
                 group["lr"] = group.pop("base_lr", group["lr"])
+
+
+def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def make_outer(

@@ -158,12 +158,23 @@ class LocalProblem:
             half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
             return linear + self.of_all(self.row_weight * half) + penalty
         still = {name: torch.zeros_like(t) for name, t in self.fixed.items()}
-        change = _precise(self.layer.forward(self.x, **moved, **still))
-        a0, target = _precise(self.a0), _precise(self.target_rows)
+        change = self.layer.forward(self.x, **moved, **still)
+        if self.loss.is_quadratic(self.transfer):
+            beyond_linear = 0.5 * change.square().sum(-1)
+        else:
+            parts = (self.a0, self.target_rows.expand_as(self.a0), change)
+            most = max(_AT_ONCE * change.shape[-2] // max(change.numel(), 1), 1)
+            some = zip(*(torch.split(t, most, -2) for t in parts), strict=True)
+            beyond_linear = torch.cat(
+                [self._beyond_linear(*map(_precise, each)) for each in some], -1
+            )
+        return linear + self.of_all(self._added_up(beyond_linear).to(linear)) + penalty
+
+    def _beyond_linear(self, a0: Tensor, target: Tensor, change: Tensor) -> Tensor:
+        """What the loss of each row has in excess of its slope times the change."""
         before, after = (self.loss.value(a, target, self.transfer) for a in (a0, a0 + change))
         slope = self.loss.residual(a0, target, self.transfer)
-        beyond_linear = after - before - (slope * change).sum(-1)
-        return linear + self.of_all(self._added_up(beyond_linear).to(linear)) + penalty
+        return after - before - (slope * change).sum(-1)
 
     def objective_at_start(self) -> Tensor:
         """The objective at the start; NaN where ∂L/∂a, or ∂L/∂y, is not known row by row.
@@ -269,6 +280,9 @@ class LocalProblem:
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.layer.weight_grad(self.x, delta)
         return {name: gradient[name] for name in self.start}
+
+
+_AT_ONCE = 2**18  # numbers in float64
 
 
 def _precise(tensor: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class ServedLayer:
             self._pending[backward_pass] = []
             at_the_end = torch.autograd.Variable._execution_engine.queue_callback
             at_the_end(partial(self._forget, backward_pass))
-            if self._starts_afresh():
+            if self.starts_afresh():
                 self._replacing.add(backward_pass)
             else:
                 self.follow_gradients()
@@ -346,7 +346,7 @@ class ServedLayer:
             if p.grad is not None
         }
 
-    def _starts_afresh(self) -> bool:
+    def starts_afresh(self) -> bool:
         """Whether gradients are None, or were set to zero since the last pass."""
         gradients = [p.grad for p in self.trained if p.grad is not None]
         if not gradients or not self.calls:

@@ -144,7 +144,7 @@ def test_a_closure_tells_the_reduction(variant: str, loss: Any, transfer: str) -
             model: nn.Module = model, opt: LocoProp = opt, reduction: str = reduction
         ) -> Any:
             opt.zero_grad()
-            found = 3 * loss(model(x), y, reduction=reduction) / 3
+            found = loss(model(x), y, reduction=reduction)
             found.backward()
             return found
 
@@ -170,3 +170,31 @@ def test_losses_of_models_that_end_in_their_transfer(loss: Any) -> None:
             opt.step()
         results.append(weights(model))
     assert_close(*results, 1e-10)
+
+
+@pytest.mark.parametrize("first", ["with", "without"])
+def test_what_is_done_to_a_sum_is_seen(first: str) -> None:
+    """A sum over the number of its terms is a mean; and a closure may come after other steps."""
+    x, y = data()
+    results = []
+    for reduction in ("mean", "sum", "divided"):
+        model = make()
+        numbers = {"lr": 1e-2, "gamma": 2.0, "local_reduction": "mean"}
+        opt = LocoProp(model, variant="locoprop-s", output_transfer="linear", **numbers)
+
+        def closure(model: nn.Module = model, opt: LocoProp = opt, of: str = reduction) -> Any:
+            opt.zero_grad()
+            a = model(x)
+            found = nn.functional.mse_loss(a, y, reduction="mean" if of == "mean" else "sum")
+            found = found / a.numel() if of == "divided" else found
+            found.backward()
+            return found
+
+        if first == "without":
+            nn.functional.mse_loss(model(x), y).backward()
+            opt.step()
+        for _ in range(2):
+            opt.step(closure)
+        results.append(weights(model))
+    assert_close(results[1], results[0], 1e-10)
+    assert_close(results[2], results[0], 1e-10)
