@@ -101,7 +101,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> Train:
 
     def train(name: str = "linear", how: dict[str, Any] | None = None, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr("torch_locoprop.optimizer.use_of_rows", lambda *_: None)
+            patch.setattr("torch_locoprop.planning.use_of_rows", lambda *_: None)
             model = made(name)
             opt = loco(model, **options)
             found = steps(opt, model, **(how or {}))
@@ -154,7 +154,7 @@ def test_the_local_loss_is_the_same_by_rows(monkeypatch: Any, solver: Any) -> No
     for patched in (False, True):
         with monkeypatch.context() as patch:
             if patched:
-                patch.setattr("torch_locoprop.optimizer.use_of_rows", lambda *_: None)
+                patch.setattr("torch_locoprop.planning.use_of_rows", lambda *_: None)
             model = network()
             opt = loco(model, solver=solver, diagnose=True)
             steps(opt, model, count=1)

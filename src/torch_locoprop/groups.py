@@ -95,6 +95,19 @@ def check_agreement(layers: Iterable[ServedLayer], group_of: Mapping[nn.Paramete
                 )
 
 
+def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
+    """Raise if a state dict's groups have other parameters, or others to train them."""
+    divisions = [
+        [(g["fallback"], g["fallback"] and "local_lr" in g, len(g["params"])) for g in groups]
+        for groups in (saved, here)
+    ]
+    if divisions[0] != divisions[1]:
+        raise ValueError(
+            "The state dict has other groups of parameters than this optimizer. Make it with the "
+            "same layers=, param_groups=, outer= and fallback= as the one that was saved."
+        )
+
+
 def warn_of_ignored(
     groups: Iterable[Mapping[str, Any]], checked: Iterable[Group], local: set[nn.Parameter]
 ) -> None:

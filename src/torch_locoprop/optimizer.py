@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
 from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection, graphs, notices, solver_state
+from torch_locoprop import detection, graphs, notices, planning, solver_state
 from torch_locoprop.assembly import (
     Method,
     asks_for_fisher,
@@ -23,13 +22,11 @@ from torch_locoprop.assembly import (
     may_have_kernels,
     method_for,
     running_fisher,
-    use_of_rows,
 )
 from torch_locoprop.assignment import (
     NOT_CALLED,
     compiled_in_parts,
     decide,
-    effective_variant,
     give_transfers,
 )
 from torch_locoprop.capture import Capture
@@ -38,6 +35,7 @@ from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorde
 from torch_locoprop.groups import (
     Group,
     check_agreement,
+    check_division,
     check_predictive,
     checked_group,
     merged,
@@ -49,7 +47,7 @@ from torch_locoprop.guards import all_finite, come_to_rest, guarded, is_finite, 
 from torch_locoprop.lanes import FEW, LANES, current, lanes
 from torch_locoprop.outer import (
     OuterFactory,
-    as_gradient,
+    as_gradients,
     capped_step,
     caps_outer,
     make_outer,
@@ -57,7 +55,7 @@ from torch_locoprop.outer import (
 from torch_locoprop.problem import LocalProblem
 from torch_locoprop.processes import DRIFT, agree, drift_apart
 from torch_locoprop.regularizers import Regularizer
-from torch_locoprop.served import Orders, ServedLayer, check_intact, full_precision
+from torch_locoprop.served import ServedLayer, check_intact, full_precision
 from torch_locoprop.settings import Components
 from torch_locoprop.solvers import FirstOrder, Solver
 from torch_locoprop.summary import footer, layer_row, table, unserved_row
@@ -66,9 +64,6 @@ from torch_locoprop.transfers import Transfer, get
 from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
-
-# Settings that tell what has to be recorded of a layer.
-_PLANNED = ("variant", "solver", "regularizer", "local_steps", "every", "max_rows", "gate")
 
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
 
@@ -322,7 +317,7 @@ class LocoProp(WithFallback):
             layer.condense()  # as it will be from now on, and is after a resumption
             if not asks_for_output(layer, group_of[layer.given[0]], self._components):
                 layer.let_go_of_outputs()
-        if self._planned != self._asked():
+        if not self._is_planned:
             try:
                 for layer in trained:
                     check_still_served(layer, group_of[layer.given[0]], self._components)
@@ -482,17 +477,7 @@ class LocoProp(WithFallback):
         if self._apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self._outer is not None:
-            stays: bool | Tensor = plain if found.gated is None else found.gated | plain
-            if found.capped is not None:
-                stays = ~found.capped & stays
-            backprop = {
-                layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
-                for name, t in problem.backprop.items()
-            }
-            return {
-                p: as_gradient(p, moved, ok, group_of[p], backprop[p], stays)
-                for p, moved in solution.items()
-            }
+            return as_gradients(layer, problem, found, ok, plain, group_of)
         return {}
 
     def _without_fisher(self, layer: ServedLayer, method: Method) -> Method:
@@ -606,15 +591,7 @@ class LocoProp(WithFallback):
                 raise ValueError("This is not the state dict of a LocoProp optimizer.")
             if not group["fallback"]:
                 self._check_loaded(group)
-        saved, here = (
-            [(g["fallback"], g["fallback"] and "local_lr" in g, len(g["params"])) for g in groups]
-            for groups in (state_dict["param_groups"], self.param_groups)
-        )
-        if saved != here:
-            raise ValueError(
-                "The state dict has other groups of parameters than this optimizer. Make it with the "
-                "same layers=, param_groups=, outer= and fallback= as the one that was saved."
-            )
+        check_division(state_dict["param_groups"], self.param_groups)
         if self._outer is not None:
             self._outer.check_loadable(state_dict["outer"])
         super().load_state_dict(state_dict)
@@ -678,39 +655,28 @@ class LocoProp(WithFallback):
 
     def _plan_capture(self) -> None:
         """Tell the hooks what the next step will need of each layer."""
-        plan = self._asked()
-        steps = next(group["steps"] for group in self._local_groups())
-        group_of = self._group_of()
-        draw = searching = False
-        orders: Orders = {}
-        for layer in self._layers:
-            group = group_of[layer.given[0]]
-            variant, _ = effective_variant(self._components.variant(group), layer)
-            needs = variant.target.needs | self._components.regularizer(group).needs
-            searching |= bool(layer.trained) and (not layer.decided or bool(needs))
-            layer.needs = needs if self._diagnosed is None else needs | {"g"}
-            asked = self._components.variant(group).target.needs  # whatever becomes of it
-            layer.may_come_aside = not (asked | layer.needs)
-            layer.keeps_output = asks_for_output(layer, group, self._components)
-            layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
-            known = (group, self._components, self.state, self._diagnosed is not None)
-            layer.use_of_rows = partial(use_of_rows, *known)
-            if "fisher" in layer.needs:
-                draw |= steps % getattr(variant.target, "every", 1) == 0
-        self._capture.draw_labels(steps if draw or self._fisher_missing else None)
-        self._fisher_missing = False
-        active = [layer for layer in self._layers if layer.trained]
-        self._capture.tracing = searching
-        self._capture.record_post_gradients = any("v" in layer.needs for layer in active)
-        self._planned = plan
+        groups = self._local_groups()
+        asked = planning.asked(groups)
+        planning.plan(
+            self._layers,
+            self._capture,
+            self._group_of(),
+            self._components,
+            self.state,
+            steps=groups[0]["steps"],
+            diagnosed=self._diagnosed is not None,
+            fisher_missing=self._fisher_missing,
+        )
+        self._fisher_missing, self._planned = False, asked
 
-    def _asked(self) -> list[object]:
-        """What the plan depends on, of all that a user may change."""
-        return [group[name] for group in self._local_groups() for name in _PLANNED]
+    @property
+    def _is_planned(self) -> bool:
+        """Whether settings are those that the last plan was made for."""
+        return self._planned == planning.asked(self._local_groups())
 
     def _plan_anew(self) -> None:
         """Before a forward pass: settings may have been changed since the last step."""
-        if self._planned != self._asked() and all(layer.starts_afresh() for layer in self._layers):
+        if not self._is_planned and all(layer.starts_afresh() for layer in self._layers):
             self._plan_capture()
 
     def _groups_with_rates(self) -> list[Group]:

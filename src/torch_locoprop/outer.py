@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 from torch_locoprop.fallback import move_state
 from torch_locoprop.groups import Group
-from torch_locoprop.guards import shorten, write_if
+from torch_locoprop.guards import Guarded, shorten, write_if
+from torch_locoprop.problem import LocalProblem
 from torch_locoprop.served import ServedLayer
 from torch_locoprop.settings import unknown
 
@@ -174,26 +175,36 @@ def make_outer(
     return Outer(factory, [p for group in groups for p in group["params"]], rest)
 
 
-def as_gradient(
-    parameter: nn.Parameter,
-    moved: Tensor,
+def as_gradients(
+    layer: ServedLayer,
+    problem: LocalProblem,
+    found: Guarded,
     ok: Tensor,
-    group: Group,
-    backprop: Tensor,
-    is_backprop: bool | Tensor,
-) -> Tensor:
-    """A displacement as the gradient that would have made it; the ordinary one if it is not finite.
+    plain: bool,
+    group_of: Mapping[nn.Parameter, Group],
+) -> dict[nn.Parameter, Tensor]:
+    """A layer's displacements as the gradients that would have made them.
 
-    Where it is the BackProp step, that is the gradient ``backprop`` to the last bit.
+    Where they are the BackProp step, because it is ``plain`` or the gate is closed, those are the
+    gradients of the problem to the last bit; the ordinary ones where the solution is not finite.
     """
-    assert parameter.grad is not None
-    direction = moved / (-group["local_lr"] * group["gamma"])
-    if is_backprop is not False:
-        direction = (
-            backprop if is_backprop is True else torch.where(is_backprop, backprop, direction)
-        )
-    ordinary = torch.nan_to_num(parameter.grad, nan=0.0, posinf=0.0, neginf=0.0)
-    return torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
+    is_backprop: bool | Tensor = plain if found.gated is None else found.gated | plain
+    if found.capped is not None:
+        is_backprop = ~found.capped & is_backprop
+    gradients = {}
+    for name, moved in found.new.items():
+        p = layer.tensors[name]
+        group = group_of[p]
+        direction = layer.kind.restored(name, moved, p) / (-group["local_lr"] * group["gamma"])
+        backprop = layer.kind.restored(name, problem.backprop[name], p)
+        if is_backprop is True:
+            direction = backprop
+        elif is_backprop is not False:
+            direction = torch.where(is_backprop, backprop, direction)
+        assert p.grad is not None
+        ordinary = torch.nan_to_num(p.grad, nan=0.0, posinf=0.0, neginf=0.0)
+        gradients[p] = torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
+    return gradients
 
 
 def caps_outer(apply: str, group: Group) -> bool:
