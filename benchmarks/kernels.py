@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from benchmarks import step_table
-from torch_locoprop.kernels.local import ByRows, Step
-from torch_locoprop.kernels.rmsprop import Moving
+from torch_locoprop.fast.triton.local_iterations import ByRows, Step
+from torch_locoprop.fast.triton.rmsprop import Moving
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import REGULARIZERS
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Matching
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.targets import MirrorDescent
+from torch_locoprop.paper.transfers import Tanh
 from torch_locoprop.solvers.base import Numbers
 from torch_locoprop.study.config import PRECISIONS
 from torch_locoprop.study.machine import environment, matmul_precision
-from torch_locoprop.targets import MirrorDescent
-from torch_locoprop.transfers import Tanh
 
 LAUNCHES, ROUNDS = 10, 5
 NUMBERS = Numbers(1e-9, 0.9, 0.99, 1e-5)

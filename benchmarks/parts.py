@@ -26,8 +26,8 @@ import torch
 from benchmarks import step_table
 from benchmarks.contestants import Task, get
 from benchmarks.steps import graphed
-from torch_locoprop.kernels import on_device, products
-from torch_locoprop.kernels.products import Parts
+from torch_locoprop.fast.triton import availability, matrix_products
+from torch_locoprop.fast.triton.matrix_products import Parts
 from torch_locoprop.study.config import PRECISIONS
 from torch_locoprop.study.machine import environment, matmul_precision
 
@@ -43,9 +43,9 @@ class Pair:
 
     def use(self, precision: str) -> None:
         with matmul_precision(precision):
-            key = "bf16" if precision == "bf16" else on_device.precision()
-        products.RESIDUAL = {**products.RESIDUAL, key: self.residual}
-        products.STEP = {**products.STEP, key: self.step}
+            key = "bf16" if precision == "bf16" else availability.precision()
+        matrix_products.RESIDUAL = {**matrix_products.RESIDUAL, key: self.residual}
+        matrix_products.STEP = {**matrix_products.STEP, key: self.step}
 
 
 def parts(text: str) -> Parts:
@@ -130,11 +130,12 @@ def main(arguments: list[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("There is no GPU here, and nothing to time without one.")
     with matmul_precision(options.precision):
-        key = "bf16" if options.precision == "bf16" else on_device.precision()
+        key = "bf16" if options.precision == "bf16" else availability.precision()
     pairs = [
         Pair(*each)
         for each in product(
-            options.residual or [products.RESIDUAL[key]], options.step or [products.STEP[key]]
+            options.residual or [matrix_products.RESIDUAL[key]],
+            options.step or [matrix_products.STEP[key]],
         )
     ]
     if options.processes > 1:

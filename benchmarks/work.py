@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_locoprop.gram import saves_work
-from torch_locoprop.lanes import lanes
+from torch_locoprop.fast.cuda_streams import lanes
+from torch_locoprop.paper.gram import saves_work
 
 Layers = Sequence[tuple[int, int]]
 """`(n, d)`, inputs and outputs, of every layer."""

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from torch_locoprop import lanes
+from torch_locoprop.fast import cuda_streams
 
 
 class Stream:
@@ -36,17 +36,17 @@ class Event:
 
 
 class CUDA:
-    """What ``lanes`` asks torch for."""
+    """What ``cuda_streams`` asks torch for."""
 
     now: Stream
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         CUDA.now = self.main = Stream("main")
-        self.own = [Stream(f"lane {i}") for i in range(lanes.LANES)]
-        self.beside = [Stream(f"beside {i}") for i in range(lanes.BESIDE)]
-        monkeypatch.setattr(lanes, "_is_capturing", lambda: True)
-        monkeypatch.setattr(lanes, "_streams", lambda device: self.own)
-        monkeypatch.setattr(lanes, "_streams_beside", lambda device: self.beside)
+        self.own = [Stream(f"lane {i}") for i in range(cuda_streams.LANES)]
+        self.beside = [Stream(f"beside {i}") for i in range(cuda_streams.BESIDE)]
+        monkeypatch.setattr(cuda_streams, "_is_capturing", lambda: True)
+        monkeypatch.setattr(cuda_streams, "_streams", lambda device: self.own)
+        monkeypatch.setattr(cuda_streams, "_streams_beside", lambda device: self.beside)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: CUDA.now)
         monkeypatch.setattr(torch.cuda, "stream", self._inside)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn import functional
 
 from torch_locoprop import LocoProp
-from torch_locoprop.regularizers import L1
+from torch_locoprop.paper.regularizers import L1
 
 STEPS, TOLERANCE = 200, 1e-10
 FEW_STEPS, TIGHT_TOLERANCE = 60, 1e-12

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, aside, lanes
+from torch_locoprop import LocoProp
+from torch_locoprop.fast import cuda_streams, overlapped_weight_grads
 from torch_locoprop.layers import linear
-from torch_locoprop.served import ServedLayer
+from torch_locoprop.recording.layer_record import ServedLayer
 from torch_locoprop.study import methods
 from torch_locoprop.study.autoencoder import deep_autoencoder
 from torch_locoprop.study.step import TrainingStep
@@ -43,27 +44,27 @@ def trained(
 ) -> tuple[nn.Module, list[str]]:
     """After four steps; and which layers had their gradients aside."""
     taken = []
-    output = aside.output
+    output = overlapped_weight_grads.output
 
     def noted(layer: ServedLayer, *args: Any) -> Tensor:
         taken.append(layer.name)
         return output(layer, *args)
 
-    monkeypatch.setattr(aside, "output", noted)
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: on)
+    monkeypatch.setattr(overlapped_weight_grads, "output", noted)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: on)
     torch.manual_seed(0)
     own = model().double()
     backward_passes = settings.pop("backward_passes", 1)
     opt = LocoProp(own, **{"lr": 1e-3, "gamma": 5.0, "weight_decay": 0.3, **settings})
     for _ in range(4):
         x, y = torch.randn(12, 6).double(), torch.randn(12, 3).double()
-        with lanes.as_gradients_come():
+        with cuda_streams.as_gradients_come():
             loss = nn.functional.mse_loss(own(x), y, reduction="sum")
             for left in reversed(range(backward_passes)):
                 loss.backward(retain_graph=left > 0)
             opt.step()
         opt.zero_grad()
-    monkeypatch.setattr(aside, "output", output)
+    monkeypatch.setattr(overlapped_weight_grads, "output", output)
     return own, taken
 
 
@@ -136,7 +137,7 @@ def test_an_output_that_was_written_over_is_not_taken(monkeypatch: pytest.Monkey
 
 def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy would be made on another stream than that which computes them."""
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
     multiplied, places = torch.mv, []
 
     def noted(*args: Tensor) -> Tensor:
@@ -147,7 +148,7 @@ def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "mv", noted)
     model = mlp()
     opt = LocoProp(model, lr=1e-3)
-    with lanes.as_gradients_come():
+    with cuda_streams.as_gradients_come():
         model(torch.randn(12, 6)).sum().backward()
         biases = [layer.bias.grad for layer in model if isinstance(layer, nn.Linear)]
         assert places == [bias.data_ptr() for bias in reversed(biases)]
@@ -162,7 +163,7 @@ def test_beside_only_where_there_is_no_sum_to_wait_for(
     make: Callable[[], nn.Module], opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not for the first layer: nothing below would have to wait."""
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
     model, found = make(), []
     opt = LocoProp(model, lr=1e-3)
     names = {m.weight.shape: name for name, m in model.named_modules() if hasattr(m, "weight")}
@@ -170,8 +171,8 @@ def test_beside_only_where_there_is_no_sum_to_wait_for(
     def noted(g: Tensor, x: Tensor) -> None:
         found.append(names[torch.Size((g.shape[1], x.shape[1]))])
 
-    monkeypatch.setattr(lanes, "open_beside", noted)
-    with lanes.as_gradients_come():
+    monkeypatch.setattr(cuda_streams, "open_beside", noted)
+    with cuda_streams.as_gradients_come():
         loss = model(torch.randn(12, 6)).sum()
         loss.backward(retain_graph=True)
         assert found == opened
@@ -179,27 +180,27 @@ def test_beside_only_where_there_is_no_sum_to_wait_for(
         assert found == opened
         opt.step()
     opt.zero_grad()
-    with lanes.as_gradients_come():
+    with cuda_streams.as_gradients_come():
         model(torch.randn(12, 6)).sum().backward()
     assert found == 2 * opened
 
 
 def test_only_in_steps_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
     model, x = mlp(), torch.randn(12, 6)
     opt = LocoProp(model, lr=1e-3)
     others = model(x)
-    with lanes.as_gradients_come():
+    with cuda_streams.as_gradients_come():
         own = model(x)
     assert [out.grad_fn.name() for out in (others, own)] == ["AddmmBackward0", "_OutputBackward"]
     del opt
 
 
 def test_two_optimizers_of_one_model_both_see_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
     model = mlp()
     both = [LocoProp(model, lr=1e-3), LocoProp(model, lr=1e-3)]
-    with lanes.as_gradients_come():
+    with cuda_streams.as_gradients_come():
         model(torch.randn(12, 6)).sum().backward()
         for opt in both:
             assert [len(layer.calls) for layer in opt._layers] == [1, 1, 1]
@@ -209,12 +210,12 @@ def test_outputs_are_kept_no_longer_than_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not of layers that turn out to be linear, of several calls, or of steps without iterations."""
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
 
     def kept(model: nn.Module, **settings: Any) -> list[bool]:
         opt, found = LocoProp(model, lr=1e-3, **settings), []
         for _ in range(2):
-            with lanes.as_gradients_come():
+            with cuda_streams.as_gradients_come():
                 model(torch.randn(12, 6)).sum().backward()
                 found += [any(call.a is not None for call in each.calls) for each in opt._layers]
                 opt.step()
@@ -245,13 +246,13 @@ def test_a_resumed_training_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though in its first step no layer's transfer is known yet."""
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
     torch.manual_seed(0)
     batches = torch.rand(4, rows, 6)
 
     def steps(model: nn.Module, opt: LocoProp, batches: Tensor) -> None:
         for x in batches:
-            with lanes.as_gradients_come():
+            with cuda_streams.as_gradients_come():
                 nn.functional.mse_loss(model(x), x[:, :3], reduction="sum").backward()
                 opt.step()
             opt.zero_grad()

@@ -18,9 +18,9 @@ from cases import (
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.assignment import decide, effective_variant
-from torch_locoprop.transfers import get
-from torch_locoprop.variants import VARIANTS
+from torch_locoprop.paper.transfers import get
+from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.recording.transfer_assignment import decide, effective_variant
 
 SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
 

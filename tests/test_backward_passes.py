@@ -11,8 +11,8 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.targets import Target
-from torch_locoprop.variants import VARIANTS, Variant
+from torch_locoprop.paper.targets import Target
+from torch_locoprop.paper.variants import VARIANTS, Variant
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 

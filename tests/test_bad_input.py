@@ -11,10 +11,10 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import nn
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.losses import LocalLoss, Squared
-from torch_locoprop.regularizers import L1, FisherMahalanobis
+from torch_locoprop.paper.losses import LocalLoss, Squared
+from torch_locoprop.paper.regularizers import L1, FisherMahalanobis
+from torch_locoprop.paper.targets import GradientDescent, NaturalGradient, Target
 from torch_locoprop.solvers import Sgd
-from torch_locoprop.targets import GradientDescent, NaturalGradient, Target
 
 NAN, INF = float("nan"), float("inf")
 

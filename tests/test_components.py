@@ -8,12 +8,12 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.losses import LocalLoss, Matching, Squared
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import L1, L2, Regularizer
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import LocalLoss, Matching, Squared
+from torch_locoprop.paper.regularizers import L1, L2, Regularizer
+from torch_locoprop.paper.targets import GradientDescent, MirrorDescent, Target
+from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.solvers import Exact, FirstOrder, Numbers, Sgd, Solver
-from torch_locoprop.targets import GradientDescent, MirrorDescent, Target
-from torch_locoprop.transfers import Transfer, get
 
 
 class OwnMirrorDescent(Target):

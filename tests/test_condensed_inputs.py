@@ -12,11 +12,11 @@ from cases import FIRST_ORDER, VARIANTS, assert_close, batch, cross_entropy, net
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.gram import Gram
-from torch_locoprop.losses import Squared
+from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.targets import Target
+from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.solvers import Exact
-from torch_locoprop.targets import Target
-from torch_locoprop.transfers import Transfer
 
 X, Y = batch(40, 6), batch(40, 3, seed=2)
 CLOSED_FORMS = {
@@ -101,7 +101,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> Train:
 
     def train(name: str = "linear", how: dict[str, Any] | None = None, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr("torch_locoprop.planning.use_of_rows", lambda *_: None)
+            patch.setattr("torch_locoprop.stepping.requirements.use_of_rows", lambda *_: None)
             model = made(name)
             opt = loco(model, **options)
             found = steps(opt, model, **(how or {}))
@@ -154,7 +154,7 @@ def test_the_local_loss_is_the_same_by_rows(monkeypatch: Any, solver: Any) -> No
     for patched in (False, True):
         with monkeypatch.context() as patch:
             if patched:
-                patch.setattr("torch_locoprop.planning.use_of_rows", lambda *_: None)
+                patch.setattr("torch_locoprop.stepping.requirements.use_of_rows", lambda *_: None)
             model = network()
             opt = loco(model, solver=solver, diagnose=True)
             steps(opt, model, count=1)

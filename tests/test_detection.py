@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from cases import ACTIVATIONS, batch
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, transfers
+from torch_locoprop import LocoProp
+from torch_locoprop.paper import transfers
 
 
 class Net(nn.Module):

@@ -16,13 +16,14 @@ from cases import batch, cross_entropy, network, weights
 from rich.console import Console
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, Variant, diagnostics
-from torch_locoprop.diagnostics import HEADINGS, Diagnostics
-from torch_locoprop.losses import Squared
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop import LocoProp, Variant
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.targets import NaturalGradient, Target
+from torch_locoprop.reporting import diagnostics
+from torch_locoprop.reporting.diagnostics import HEADINGS, Diagnostics
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.first_order import Sgd
-from torch_locoprop.targets import NaturalGradient, Target
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 LR, GAMMA = 0.05, 4.0

@@ -4,7 +4,7 @@ import mpmath
 import pytest
 import torch
 
-from torch_locoprop.dilogarithm import softplus_dual, softplus_integral
+from torch_locoprop.paper.dilogarithm import softplus_dual, softplus_integral
 
 GRID = torch.cat([torch.linspace(-50, 50, 101), torch.linspace(-1, 1, 21)]).double()
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.gram import STRIP, Gram, saves_work, square_of
 from torch_locoprop.layers.conv import ConvLayer
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching, Squared
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import REGULARIZERS
-from torch_locoprop.targets import GradientDescent, MirrorDescent
-from torch_locoprop.transfers import Linear, Tanh, Transfer
+from torch_locoprop.paper.gram import STRIP, Gram, saves_work, square_of
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Matching, Squared
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
+from torch_locoprop.paper.transfers import Linear, Tanh, Transfer
 
 
 def problem(

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from torch_locoprop import LocoProp, graphs
+from torch_locoprop import LocoProp
+from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.first_order import Sgd
 

@@ -13,9 +13,10 @@ import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, guards
-from torch_locoprop.guards import falls, shorten
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop import LocoProp
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.stepping import guards
+from torch_locoprop.stepping.guards import falls, shorten
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 

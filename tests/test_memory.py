@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
-from torch_locoprop.solvers import Exact, joined
+from torch_locoprop.fast import cpu_onednn
+from torch_locoprop.solvers import Exact
 from torch_locoprop.study.figures.memory import LiveBytes
 
 WIDTHS = (64, 96, 32, 80, 48)
@@ -42,7 +43,7 @@ Make = Callable[[nn.Module], Optimizer]
 @pytest.fixture(autouse=True, params=["plain", "joined"])
 def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as large layers are solved on a CPU."""
-    monkeypatch.setattr(joined, "LARGE", 0 if request.param == "joined" else torch.inf)
+    monkeypatch.setattr(cpu_onednn, "LARGE", 0 if request.param == "joined" else torch.inf)
 
 
 def plain(model: nn.Module) -> Optimizer:

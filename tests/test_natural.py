@@ -7,10 +7,11 @@ import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, Variant, transfers
-from torch_locoprop.fisher import damped_solve, sampled_output_gradient, second_moment
-from torch_locoprop.losses import Squared
-from torch_locoprop.targets import NaturalGradient
+from torch_locoprop import LocoProp, Variant
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.fisher import damped_solve, sampled_output_gradient, second_moment
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.targets import NaturalGradient
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])

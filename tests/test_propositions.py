@@ -11,14 +11,15 @@ import torch.nn.functional as F
 from cases import batch, cross_entropy, network, weights
 from torch import Tensor
 
-from torch_locoprop import LocoProp, Variant, transfers
+from torch_locoprop import LocoProp, Variant
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import L2
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Matching
+from torch_locoprop.paper.regularizers import L2
+from torch_locoprop.paper.targets import MirrorDescent, NaturalGradient
+from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers.exact import sylvester
-from torch_locoprop.targets import MirrorDescent, NaturalGradient
-from torch_locoprop.variants import VARIANTS
 
 
 def matching_problem(

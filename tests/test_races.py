@@ -17,7 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_locoprop import LocoProp, aside, lanes
+from torch_locoprop import LocoProp
+from torch_locoprop.fast import cuda_streams, overlapped_weight_grads
 
 
 class Use(NamedTuple):
@@ -166,7 +167,7 @@ def races(
     for _ in range(4):
         x, y = torch.randn(40, 6), torch.randn(40, 3)
         with Watch() as found:
-            with lanes.as_gradients_come():
+            with cuda_streams.as_gradients_come():
                 loss = nn.functional.mse_loss(model(x), y, reduction="sum")
                 for left in reversed(range(passes)):
                     loss.backward(retain_graph=left > 0)
@@ -178,7 +179,7 @@ def races(
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
-    monkeypatch.setattr(aside, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
     return CUDA(monkeypatch)
 
 
@@ -223,9 +224,9 @@ def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.Monke
     elif missing == "mark":
         monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     elif missing == "hold":
-        monkeypatch.setattr(lanes, "_held", _Nothing())
+        monkeypatch.setattr(cuda_streams, "_held", _Nothing())
     else:
-        monkeypatch.setattr(aside, "_are_taken_over", lambda layer: True)
+        monkeypatch.setattr(overlapped_weight_grads, "_are_taken_over", lambda layer: True)
     assert races(cuda, Twice if missing == "join" else deep, {}).races
 
 

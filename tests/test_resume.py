@@ -12,9 +12,9 @@ from cases import FIRST_ORDER, VARIANTS, batch, cross_entropy, network, weights
 from torch import nn
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.losses import Squared
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.targets import NaturalGradient
 from torch_locoprop.solvers import Exact
-from torch_locoprop.targets import NaturalGradient
 
 CASES: list[dict[str, Any]] = [
     *({"variant": "locoprop-m", "solver": name, "lr": 1e-3} for name in FIRST_ORDER),

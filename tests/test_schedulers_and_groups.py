@@ -13,8 +13,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from torch_locoprop import LocoProp
-from torch_locoprop.regularizers import L1
-from torch_locoprop.variants import VARIANTS
+from torch_locoprop.paper.regularizers import L1
+from torch_locoprop.paper.variants import VARIANTS
 
 
 def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> None:

@@ -13,8 +13,8 @@ from scipy.integrate import quad
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.nn import functional
 
-from torch_locoprop import transfers
-from torch_locoprop.transfers import (
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.transfers import (
     CELU,
     ELU,
     SELU,

@@ -9,8 +9,41 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection, graphs, notices, planning, solver_state
-from torch_locoprop.assembly import (
+from torch_locoprop.config.groups import (
+    Group,
+    check_agreement,
+    check_division,
+    check_predictive,
+    checked_group,
+    merged,
+    numbers,
+    restricted,
+    warn_of_ignored,
+)
+from torch_locoprop.config.settings import Components
+from torch_locoprop.distributed.ddp import DRIFT, agree, drift_apart
+from torch_locoprop.fast import cuda_graph as graphs
+from torch_locoprop.fast.cuda_streams import FEW, LANES, current, lanes
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.regularizers import Regularizer
+from torch_locoprop.paper.transfers import Transfer, get
+from torch_locoprop.paper.variants import Variant
+from torch_locoprop.recording import transfer_detection
+from torch_locoprop.recording.hooks import Capture
+from torch_locoprop.recording.layer_record import ServedLayer, check_intact, full_precision
+from torch_locoprop.recording.model_scan import check_any_served, newcomers, patterns_of, survey
+from torch_locoprop.recording.transfer_assignment import (
+    NOT_CALLED,
+    compiled_in_parts,
+    decide,
+    give_transfers,
+)
+from torch_locoprop.reporting import messages
+from torch_locoprop.reporting.diagnostics import Diagnostics, LayerDiagnostics, measured, timed
+from torch_locoprop.reporting.summary import footer, layer_row, table, unserved_row
+from torch_locoprop.solvers import FirstOrder, Solver
+from torch_locoprop.stepping import requirements, write_back
+from torch_locoprop.stepping.build_problem import (
     Method,
     asks_for_fisher,
     asks_for_output,
@@ -23,45 +56,15 @@ from torch_locoprop.assembly import (
     method_for,
     running_fisher,
 )
-from torch_locoprop.assignment import (
-    NOT_CALLED,
-    compiled_in_parts,
-    decide,
-    give_transfers,
-)
-from torch_locoprop.capture import Capture
-from torch_locoprop.diagnostics import Diagnostics, LayerDiagnostics, measured, timed
-from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
-from torch_locoprop.groups import (
-    Group,
-    check_agreement,
-    check_division,
-    check_predictive,
-    checked_group,
-    merged,
-    numbers,
-    restricted,
-    warn_of_ignored,
-)
-from torch_locoprop.guards import all_finite, come_to_rest, guarded, is_finite, write_if
-from torch_locoprop.lanes import FEW, LANES, current, lanes
-from torch_locoprop.outer import (
+from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
+from torch_locoprop.stepping.guards import all_finite, come_to_rest, guarded, is_finite, write_if
+from torch_locoprop.stepping.outer_optimizer import (
     OuterFactory,
     as_gradients,
     capped_step,
     caps_outer,
     make_outer,
 )
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.processes import DRIFT, agree, drift_apart
-from torch_locoprop.regularizers import Regularizer
-from torch_locoprop.served import ServedLayer, check_intact, full_precision
-from torch_locoprop.settings import Components
-from torch_locoprop.solvers import FirstOrder, Solver
-from torch_locoprop.summary import footer, layer_row, table, unserved_row
-from torch_locoprop.survey import check_any_served, newcomers, patterns_of, survey
-from torch_locoprop.transfers import Transfer, get
-from torch_locoprop.variants import Variant
 
 Tensors = dict[str, Tensor]
 
@@ -78,7 +81,7 @@ class LocoProp(WithFallback):
         model: the model, called as a whole or by its parts.
         lr: step of the local solver; ``lr · gamma`` is what BackProp would call its learning rate.
         variant: ``locoprop-s``, ``locoprop-m``, ``pocoprop-s``, ``pocoprop-m``, ``natural-s``,
-            ``proxprop``, or a :class:`~torch_locoprop.variants.Variant` of your own.
+            ``proxprop``, or a :class:`~torch_locoprop.paper.variants.Variant` of your own.
         gamma: how far the target lies from the present activation.
         local_steps: local iterations in each step.
         solver: ``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (as in
@@ -97,7 +100,7 @@ class LocoProp(WithFallback):
             kernels for linear layers serve. Weights and the solver's state stay as they are, and
             the first iteration, which is BackProp, has no product.
         regularizer: None, ``l2``, ``l1``, ``fisher``, or a
-            :class:`~torch_locoprop.regularizers.Regularizer` of your own.
+            :class:`~torch_locoprop.paper.regularizers.Regularizer` of your own.
         maximize: maximize the loss; the fallback has an option of its own for that.
         transfers: the transfer behind a layer, by module name, where detection should not decide.
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
@@ -198,11 +201,13 @@ class LocoProp(WithFallback):
                 raise TypeError(f"{name}= is True or False, not {switch!r}.")
         self._given_transfers = dict(transfers or {})
         self._output_transfer = None if output_transfer is None else get(output_transfer)
-        self._loss_transfer = None if loss_fn is None else detection.transfer_inside(loss_fn)
+        self._loss_transfer = (
+            None if loss_fn is None else transfer_detection.transfer_inside(loss_fn)
+        )
         self._loss_sums = None if loss_fn is None else getattr(loss_fn, "reduction", "") == "sum"
         self._fallback = None
         self._fallback_factory = fallback
-        self._notices = notices.Notices()
+        self._notices = messages.Notices()
         self._diagnosed: dict[str, dict[str, Tensor | float]] | None = {} if diagnose else None
         self._replays = cuda_graph
         self._fisher_missing = False
@@ -307,7 +312,7 @@ class LocoProp(WithFallback):
         """One step, from what was recorded."""
         overwritten = [layer.name for layer in trained if layer.let_go_of_overwritten()]
         if overwritten:
-            self._notices.once("overwritten", notices.overwritten(overwritten))
+            self._notices.once("overwritten", messages.overwritten(overwritten))
         undecided = [layer for layer in self._layers if layer.calls and not layer.decided]
         group_of = self._group_of()
         in_parts = bool(undecided) and compiled_in_parts(self._layers, self._capture.graphs)
@@ -330,7 +335,7 @@ class LocoProp(WithFallback):
             if "v" in layer.needs and any(p._backward_hooks for p in own.values())
         ]
         if hooked:
-            self._notices.once("hooked", notices.hooked(hooked))
+            self._notices.once("hooked", messages.hooked(hooked))
         self._forget_other_solvers()
         terms = self._loss_terms()
         if self._capture.processes is not None:
@@ -356,7 +361,7 @@ class LocoProp(WithFallback):
             return 1.0
         terms = loss_terms(self._layers)
         if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
-            self._notices.once("terms", notices.TERMS)
+            self._notices.once("terms", messages.TERMS)
         return float(terms or 1)
 
     def _forget_other_solvers(self) -> None:
@@ -402,7 +407,7 @@ class LocoProp(WithFallback):
         if work is not None and self._apply == "replace":
             torch.autograd.graph.increment_version(work.moving)  # autograd saw nothing of a replay
         if self._graphs.failure is not None:
-            self._notices.once("graph", notices.not_recorded(self._graphs.failure))
+            self._notices.once("graph", messages.not_recorded(self._graphs.failure))
         return directions
 
     def _solve(
@@ -419,17 +424,17 @@ class LocoProp(WithFallback):
             if not any(bool(g.any()) for g in gradients.values()):
                 return {} if self._outer is None else gradients
             layer.note = layer.note or NOT_CALLED
-            self._notices.once(layer.name, notices.not_called(layer.name))
+            self._notices.once(layer.name, messages.not_called(layer.name))
         elif layer.note == NOT_CALLED:
             layer.note = ""
-        state = solver_state.like(parameter, self.state[parameter])
+        state = write_back.like(parameter, self.state[parameter])
         fisher = running_fisher(layer, method, state.get("fisher"))
         if fisher is None and asks_for_fisher(method):
             method = self._without_fisher(layer, method)
         problem = local_problem(layer, method, group_of, fisher, terms, self._outer is not None)
         new, states = method.solver.solve(
             problem,
-            {n: solver_state.like(p, self.state[p], without="fisher") for n, p in trained.items()},
+            {n: write_back.like(p, self.state[p], without="fisher") for n, p in trained.items()},
             {name: numbers(group_of[p]) for name, p in trained.items()},
             method.local_steps,
             group["local_decay"],
@@ -453,7 +458,7 @@ class LocoProp(WithFallback):
         kept = [
             pair
             for name, state in states.items()
-            for pair in solver_state.places(self.state[layer.tensors[name]], state, settled)
+            for pair in write_back.places(self.state[layer.tensors[name]], state, settled)
         ]
         cap = None if caps_outer(self._apply, group) else group["cap"]
         found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
@@ -656,8 +661,8 @@ class LocoProp(WithFallback):
     def _plan_capture(self) -> None:
         """Tell the hooks what the next step will need of each layer."""
         groups = self._local_groups()
-        asked = planning.asked(groups)
-        planning.plan(
+        asked = requirements.asked(groups)
+        requirements.plan(
             self._layers,
             self._capture,
             self._group_of(),
@@ -672,7 +677,7 @@ class LocoProp(WithFallback):
     @property
     def _is_planned(self) -> bool:
         """Whether settings are those that the last plan was made for."""
-        return self._planned == planning.asked(self._local_groups())
+        return self._planned == requirements.asked(self._local_groups())
 
     def _plan_anew(self) -> None:
         """Before a forward pass: settings may have been changed since the last step."""
@@ -710,4 +715,4 @@ class LocoProp(WithFallback):
             for name, count in counters.items()
         ):
             names = [name for name, count in self.skipped_updates.items() if count]
-            self._notices.once("skipped", notices.not_finite(names))
+            self._notices.once("skipped", messages.not_finite(names))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks import parts
-from torch_locoprop.kernels import products
-from torch_locoprop.kernels.products import Parts
+from torch_locoprop.fast.triton import matrix_products
+from torch_locoprop.fast.triton.matrix_products import Parts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
@@ -36,8 +36,8 @@ def test_the_library_has_the_fastest() -> None:
     rows = content["rows"]
     least = {model: min(row["ms"][model] for row in rows) for model in rows[0]["ms"]}
     best = min(rows, key=lambda row: sum(row["ms"][model] / least[model] for model in least))
-    assert parts.parts(best["residual"]) == products.RESIDUAL["tf32"]
-    assert parts.parts(best["step"]) == products.STEP["tf32"]
+    assert parts.parts(best["residual"]) == matrix_products.RESIDUAL["tf32"]
+    assert parts.parts(best["step"]) == matrix_products.STEP["tf32"]
     assert f"| {best['residual']} | {best['step']} |" in parts.markdown(content)
 
 

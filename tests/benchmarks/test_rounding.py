@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import rounding
-from torch_locoprop.gram import square_of
-from torch_locoprop.solvers.joined import product
+from torch_locoprop.fast.cpu_onednn import product
+from torch_locoprop.paper.gram import square_of
 from torch_locoprop.study.datasets import Dataset
 
 

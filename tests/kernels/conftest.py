@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_locoprop.kernels import local, on_device, products
+from torch_locoprop.fast.triton import availability, local_iterations, matrix_products
 
 
 @pytest.fixture
@@ -17,11 +17,11 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "cuda"
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
-    monkeypatch.setattr(on_device, "INTERPRETED", True)
-    small = dict.fromkeys(products.STEP, products.Parts(16, 16, 16, 4, 3))
-    monkeypatch.setattr(local, "ROUNDED", torch.float16)  # its products know no bfloat16
-    monkeypatch.setattr(products, "RESIDUAL", small)  # the interpreter is slow
-    monkeypatch.setattr(products, "STEP", small)
+    monkeypatch.setattr(availability, "INTERPRETED", True)
+    small = dict.fromkeys(matrix_products.STEP, matrix_products.Parts(16, 16, 16, 4, 3))
+    monkeypatch.setattr(local_iterations, "ROUNDED", torch.float16)  # its products know no bfloat16
+    monkeypatch.setattr(matrix_products, "RESIDUAL", small)  # the interpreter is slow
+    monkeypatch.setattr(matrix_products, "STEP", small)
     _count_with_new_numpy(monkeypatch)
     yield "cpu"
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from torch_locoprop import LocoProp, optimizer
-from torch_locoprop.assembly import may_have_kernels
-from torch_locoprop.kernels import local
-from torch_locoprop.lanes import FEW, LANES
+from torch_locoprop.fast.cuda_streams import FEW, LANES
+from torch_locoprop.fast.triton import local_iterations
+from torch_locoprop.stepping.build_problem import may_have_kernels
 
 
 def linear(transfer: nn.Module) -> nn.Module:
@@ -47,7 +47,7 @@ def test_it_is_as_the_kernels_say_themselves(
     dtype = settings.pop("dtype", torch.float32)
     model = make(transfer).to(device, dtype)
     opt = LocoProp(model, lr=1e-4, local_steps=2, **settings)
-    fits, answers, asked_for = local.fits, [], []
+    fits, answers, asked_for = local_iterations.fits, [], []
 
     def noted(*args: Any) -> bool:
         answers.append(fits(*args))

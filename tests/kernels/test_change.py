@@ -4,19 +4,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_locoprop.kernels import local, on_device, products, rmsprop
-from torch_locoprop.transfers import ReLU, Sigmoid, Tanh
+from torch_locoprop.fast.triton import availability, local_iterations, matrix_products, rmsprop
+from torch_locoprop.paper.transfers import ReLU, Sigmoid, Tanh
 
 
 def changes(transfer: type, z: Tensor, a: Tensor) -> Tensor:
     """``f(z + a) − f(z)``, from the kernels: a is ``W Xᵀ`` of a matrix with one column, and X = 1."""
-    kernels, kind, d = on_device.kernels(), local.TRANSFERS[transfer], len(z)
+    kernels, kind, d = availability.kernels(), local_iterations.TRANSFERS[transfer], len(z)
     notes, delta = torch.empty_like(z), z.new_full((d, 8), torch.nan)
     kernels.note_all[(1, -(-d // 16), 1)](
         z, z, notes, 0.0, 0.0, 1, d, rmsprop.FLOAT, rmsprop.FLOAT,
         TRANSFER=kind, HAS_BIAS=False, TILE=16,
     )  # fmt: skip
-    parts = products.RESIDUAL["ieee"]
+    parts = matrix_products.RESIDUAL["ieee"]
     kernels.residual[parts.grid(8, d, 1)](
         a, z.new_ones(1), notes, notes, delta, 1, 1, d, 0,
         TRANSFER=kind, HAS_BIAS=False, NOTES=False, N_UNIT=1, ROW_UNIT=1, IN_BLOCKS=False,

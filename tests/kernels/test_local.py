@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.kernels import local, on_device, products
-from torch_locoprop.kernels.rmsprop import Moving
+from torch_locoprop.fast.triton import availability, local_iterations, matrix_products
+from torch_locoprop.fast.triton.rmsprop import Moving
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching, PostSquared, Squared
-from torch_locoprop.problem import Before, LocalProblem
-from torch_locoprop.regularizers import REGULARIZERS
+from torch_locoprop.paper.local_problem import Before, LocalProblem
+from torch_locoprop.paper.losses import Matching, PostSquared, Squared
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
+from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.solvers.base import Checked, Numbers
 from torch_locoprop.solvers.first_order import RmsProp
-from torch_locoprop.targets import GradientDescent, MirrorDescent
-from torch_locoprop.transfers import Transfer, get
 
 NUMBERS = Numbers(1e-3, 0.9, 0.99, 1e-5)
 
@@ -64,8 +64,8 @@ def both_ways(
     each = dict.fromkeys(of.start, numbers)
     found = []
     for switched_off in (True, False):
-        monkeypatch.setattr(on_device, "SWITCHED_OFF", switched_off)
-        assert local.fits(of, {name: {} for name in of.start}, each) is not switched_off
+        monkeypatch.setattr(availability, "SWITCHED_OFF", switched_off)
+        assert local_iterations.fits(of, {name: {} for name in of.start}, each) is not switched_off
         states: dict[str, dict[str, Tensor]] = {name: {} for name in of.start}
         now, outcome = of, []
         for _ in range(2):
@@ -107,7 +107,7 @@ def test_preactivations_known_from_the_forward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From a weight that has shrunk since: the same steps as by the product at the start."""
-    monkeypatch.setattr(products, "TURNED", 8)  # so that there are several parts
+    monkeypatch.setattr(matrix_products, "TURNED", 8)  # so that there are several parts
     plain = problem(device, transfer, members=members, rows=12, size=(10, 5))
     if not has_bias:
         start = {"weight": plain.start["weight"]}
@@ -123,7 +123,7 @@ def test_preactivations_known_from_the_forward_pass(
     found = []
     for of in (plain, known):
         states: dict[str, dict[str, Tensor]] = {name: {} for name in of.start}
-        assert local.fits(of, states, each)
+        assert local_iterations.fits(of, states, each)
         found.append(RmsProp().solve(of, states, each, 3, "linear")[0])
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-6)
@@ -134,7 +134,7 @@ def test_preactivations_known_from_the_forward_pass(
 
 
 def skip_without_bfloat16(device: str) -> None:
-    if device == "cuda" and not on_device.has_bf16():
+    if device == "cuda" and not availability.has_bf16():
         pytest.skip("this GPU has no products in bfloat16")
 
 
@@ -146,7 +146,7 @@ def plainly_and_in_bfloat16(
     each = dict.fromkeys(exact.start, replace(NUMBERS, lr=1e-2))
     found = []
     for switched_off, products_of in ((True, "full"), (False, "bf16")):
-        monkeypatch.setattr(on_device, "SWITCHED_OFF", switched_off)
+        monkeypatch.setattr(availability, "SWITCHED_OFF", switched_off)
         states: dict[str, dict[str, Tensor]] = {name: {} for name in exact.start}
         of = replace(exact, products=products_of)
         found.append(RmsProp().solve(of, states, each, steps, "linear")[0])
@@ -202,11 +202,17 @@ def test_a_step_leaves_the_new_sums_with_all_digits(device: str, members: int | 
     at = {
         name: Moving(t.clone(), states[name], states[name].clone()) for name, t in of.start.items()
     }
-    sums = local._sums(at["weight"].tensor, gram.total, products.STEP["bf16"].broad)
-    by = local._ByGram(gram.total.contiguous(), 40.0, sums, torch.full_like(sums, float("nan")))
-    left, table = (t.to(local.ROUNDED) for t in (at["weight"].tensor, gram.square.contiguous()))
-    new = local._stepped(
-        of, left, table, at, torch.empty_like(left), NUMBERS, local.Step(1.0, None), by
+    sums = local_iterations._sums(
+        at["weight"].tensor, gram.total, matrix_products.STEP["bf16"].broad
+    )
+    by = local_iterations._ByGram(
+        gram.total.contiguous(), 40.0, sums, torch.full_like(sums, float("nan"))
+    )
+    left, table = (
+        t.to(local_iterations.ROUNDED) for t in (at["weight"].tensor, gram.square.contiguous())
+    )
+    new = local_iterations._stepped(
+        of, left, table, at, torch.empty_like(left), NUMBERS, local_iterations.Step(1.0, None), by
     )
     moved = new["weight"].tensor
     assert not torch.equal(moved, of.start["weight"])
@@ -271,9 +277,9 @@ def test_products_in_parts(
 ) -> None:
     """So large that several programs have a part each, of sizes that divide and that do not."""
     parts = (16, 16, 16, 4, 3) if device == "cpu" else (64, 32, 32, 4, 3)
-    small = products.Parts(*parts)
-    monkeypatch.setattr(products, "RESIDUAL", dict.fromkeys(products.RESIDUAL, small))
-    monkeypatch.setattr(products, "STEP", dict.fromkeys(products.STEP, small))
+    small = matrix_products.Parts(*parts)
+    monkeypatch.setattr(matrix_products, "RESIDUAL", dict.fromkeys(matrix_products.RESIDUAL, small))
+    monkeypatch.setattr(matrix_products, "STEP", dict.fromkeys(matrix_products.STEP, small))
     of = problem(device, members=members, squared=squared, size=size[:2], rows=size[2])
     both_ways(of, monkeypatch)
 
@@ -294,22 +300,22 @@ def test_products_in_parts(
 def test_what_they_do_not_do_is_left_to_the_plain_way(device: str, change: dict[str, Any]) -> None:
     each = {"weight": NUMBERS, "bias": NUMBERS}
     states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
-    assert local.fits(problem(device), states, each)
-    assert not local.fits(replace(problem(device), **change), states, each)
+    assert local_iterations.fits(problem(device), states, each)
+    assert not local_iterations.fits(replace(problem(device), **change), states, each)
 
 
 def test_other_numbers_for_the_bias(device: str) -> None:
     """One kernel moves both, with the same numbers."""
     each = {"weight": NUMBERS, "bias": replace(NUMBERS, decay=0.9)}
     states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
-    assert not local.fits(problem(device), states, each)
-    assert not local.fits(problem(device, squared=True), states, each)
+    assert not local_iterations.fits(problem(device), states, each)
+    assert not local_iterations.fits(problem(device, squared=True), states, each)
 
 
 def test_states_that_another_solver_left(device: str) -> None:
     each = {"weight": NUMBERS, "bias": NUMBERS}
     left = {"step": torch.zeros(()), "square": torch.ones(3, 4), "momentum": torch.ones(3, 4)}
-    assert not local.fits(problem(device), {"weight": left, "bias": {}}, each)
+    assert not local_iterations.fits(problem(device), {"weight": left, "bias": {}}, each)
 
 
 def test_what_is_not_finite_stays_so(device: str) -> None:
@@ -357,15 +363,17 @@ def test_one_output_whose_weight_is_a_part_of_a_wider_matrix(
 
 @pytest.mark.parametrize(("d", "n", "rows"), [(4, 4, 2**29), (10, 2**22, 40), (2**22, 10, 40)])
 def test_what_is_too_large_to_be_counted_is_left_to_others(d: int, n: int, rows: int) -> None:
-    assert not products.is_countable(1, d, n, rows)
-    assert products.is_countable(1, min(d, 4000), min(n, 4000), 1000)
+    assert not matrix_products.is_countable(1, d, n, rows)
+    assert matrix_products.is_countable(1, min(d, 4000), min(n, 4000), 1000)
 
 
 def test_a_step_that_is_not_finite_is_skipped(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the last iteration has found is what the optimizer goes by."""
     solutions: list[object] = []
-    solve = local.solve
-    monkeypatch.setattr(local, "solve", lambda *of: solutions.append(solve(*of)) or solutions[-1])
+    solve = local_iterations.solve
+    monkeypatch.setattr(
+        local_iterations, "solve", lambda *of: solutions.append(solve(*of)) or solutions[-1]
+    )
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(device)
     optimizer = LocoProp(model, lr=1e-3, gamma=10.0, local_steps=3, cuda_graph=False)
     x = drawn(20, 4, device=device)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_locoprop import gram, lanes
-from torch_locoprop.gram import Gram
-from torch_locoprop.kernels import on_device, products
+from torch_locoprop.fast import cuda_streams
+from torch_locoprop.fast.triton import availability, matrix_products
+from torch_locoprop.paper import gram
+from torch_locoprop.paper.gram import Gram
 
 
 @pytest.mark.parametrize("members", [None, 1, 3])
@@ -16,9 +17,9 @@ def test_equals_the_plain_version(
 ) -> None:
     shape = (rows, n) if members is None else (members, rows, n)
     x = torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(device)
-    assert products.square_fits(x)
+    assert matrix_products.square_fits(x)
     ours = Gram.of(x)
-    monkeypatch.setattr(on_device, "SWITCHED_OFF", True)
+    monkeypatch.setattr(availability, "SWITCHED_OFF", True)
     theirs = Gram.of(x.double())
     torch.testing.assert_close(ours.square.double(), theirs.square, rtol=2e-6, atol=2e-5)
     torch.testing.assert_close(ours.total.double(), theirs.total, rtol=2e-6, atol=2e-5)
@@ -35,20 +36,20 @@ def test_rows_that_all_members_have(device: str) -> None:
 
 def test_what_is_left_to_others(device: str) -> None:
     x = torch.randn(20, 9, device=device)
-    assert products.square_fits(x)
-    assert not products.square_fits(x.double())
-    assert not products.square_fits(x[:, ::2])
-    assert not products.square_fits(x.expand(2, 2, 20, 9))
+    assert matrix_products.square_fits(x)
+    assert not matrix_products.square_fits(x.double())
+    assert not matrix_products.square_fits(x[:, ::2])
+    assert not matrix_products.square_fits(x.expand(2, 2, 20, 9))
 
 
 def test_small_products_beside_a_backward_pass_are_those_of_torch(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gram, "_is_launched_alone", lambda x: not lanes.gradients_stay())
+    monkeypatch.setattr(gram, "_is_launched_alone", lambda x: not cuda_streams.gradients_stay())
     x = torch.randn(20, 9, device=device)
     calls: list[int] = []
-    square = products.square
-    monkeypatch.setattr(products, "square", lambda x: (calls.append(len(x)), square(x))[1])
+    square = matrix_products.square
+    monkeypatch.setattr(matrix_products, "square", lambda x: (calls.append(len(x)), square(x))[1])
     by_torch = Gram.of(x, apart=True)
     assert not calls
     for own in (Gram.of(x), _in_a_graph_of_the_step(x)):
@@ -61,7 +62,7 @@ def test_small_products_beside_a_backward_pass_are_those_of_torch(
 
 
 def _in_a_graph_of_the_step(x: torch.Tensor) -> Gram:
-    with lanes.as_gradients_come():
+    with cuda_streams.as_gradients_come():
         return Gram.of(x, apart=True)
 
 
@@ -73,6 +74,6 @@ def test_an_ordinary_loop_on_a_gpu_keeps_products_that_are_much_smaller(
     with FakeTensorMode():
         x, weight = torch.empty(1000, n, device="cuda"), torch.empty(500, n, device="cuda")
         assert use.is_better(x, weight, 1000) == condensed
-        with lanes.as_gradients_come():
+        with cuda_streams.as_gradients_come():
             assert use.is_better(x, weight, 1000)
     assert use.is_better(torch.empty(1000, n), torch.empty(500, n), 1000)

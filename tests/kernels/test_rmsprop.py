@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_locoprop.kernels import rmsprop
+from torch_locoprop.fast.triton import rmsprop
 from torch_locoprop.solvers import SOLVERS
 from torch_locoprop.solvers.base import Numbers
 from torch_locoprop.solvers.first_order import RmsProp

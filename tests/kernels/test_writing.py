@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from torch_locoprop.guards import write_if
-from torch_locoprop.kernels import on_device, writing
+from torch_locoprop.fast.triton import availability, guarded_writes
+from torch_locoprop.stepping.guards import write_if
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -12,13 +12,13 @@ from torch_locoprop.kernels import on_device, writing
 def test_one_number_that_is_not_finite(device: str, value: float, place: tuple[int, int]) -> None:
     tensors = [torch.randn(2, 2500, device=device) for _ in range(2)]
     tensors += [torch.randn(2, 3, device=device) for _ in range(2)]
-    assert on_device.takes(tensors)
-    assert writing.finite(tensors).tolist() == [True]
-    assert writing.finite(tensors, members=2).tolist() == [True, True]
+    assert availability.takes(tensors)
+    assert guarded_writes.finite(tensors).tolist() == [True]
+    assert guarded_writes.finite(tensors, members=2).tolist() == [True, True]
     tensors[place[0]].view(-1)[place[1]] = value
-    assert writing.finite(tensors).tolist() == [False]
+    assert guarded_writes.finite(tensors).tolist() == [False]
     second = place[1] >= tensors[place[0]].shape[1]
-    assert writing.finite(tensors, members=2).tolist() == [second, not second]
+    assert guarded_writes.finite(tensors, members=2).tolist() == [second, not second]
 
 
 def test_writing(device: str) -> None:
@@ -26,19 +26,19 @@ def test_writing(device: str) -> None:
     new.append(torch.randn(3, 700, device=device))
     old = [torch.zeros_like(tensor) for tensor in new]
     ok = torch.tensor([True, False, True], device=device)
-    writing.write(ok, list(zip(new, old, strict=True)))
+    guarded_writes.write(ok, list(zip(new, old, strict=True)))
     for one, other in zip(new, old, strict=True):
         torch.testing.assert_close(other[[0, 2]], one[[0, 2]], rtol=0, atol=0)
         assert not other[1].any()
 
 
 def test_the_largest_numbers_are_finite(device: str) -> None:
-    assert writing.finite([torch.full((9,), 3.4e38, device=device)]).tolist() == [True]
+    assert guarded_writes.finite([torch.full((9,), 3.4e38, device=device)]).tolist() == [True]
 
 
 def test_nothing_at_all(device: str) -> None:
-    assert not on_device.takes([])
-    assert writing.finite([torch.empty(0, device=device)]).tolist() == [True]
+    assert not availability.takes([])
+    assert guarded_writes.finite([torch.empty(0, device=device)]).tolist() == [True]
 
 
 def test_autograd_hears_of_it(device: str) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.losses import Matching
-from torch_locoprop.targets import Target
+from torch_locoprop.paper.losses import Matching
+from torch_locoprop.paper.targets import Target
 
 
 class OwnTarget(Target):

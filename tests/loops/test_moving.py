@@ -10,8 +10,8 @@ from cases import cross_entropy, weights
 from loops.plain import data, distance, each_model, each_variant, loco, make
 from torch import Tensor, nn
 
-from torch_locoprop.fallback import move_state
 from torch_locoprop.solvers import Exact
+from torch_locoprop.stepping.fallback_optimizer import move_state
 
 OPTIONS: list[dict[str, Any]] = [
     {},

@@ -7,15 +7,16 @@ import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, transfers
-from torch_locoprop.fisher import cholesky, damped, damped_solve, is_well_posed
+from torch_locoprop import LocoProp
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Squared
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import L2
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.fisher import cholesky, damped, damped_solve, is_well_posed
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.regularizers import L2
+from torch_locoprop.paper.targets import GradientDescent
 from torch_locoprop.solvers import SOLVERS, Exact, Numbers
 from torch_locoprop.solvers.exact import eigh, implicit_step, sylvester
-from torch_locoprop.targets import GradientDescent
 
 
 def squared_problem(rows: int, eta: float = 0.2, bias: bool = True) -> LocalProblem:

@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.gram import Gram
+from torch_locoprop.fast import cpu_onednn
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.losses import Matching, PostSquared, Squared
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.regularizers import REGULARIZERS
-from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, joined
-from torch_locoprop.targets import GradientDescent, MirrorDescent
-from torch_locoprop.transfers import get
+from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Matching, PostSquared, Squared
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
+from torch_locoprop.paper.transfers import get
+from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers
 
 NUMBERS = Numbers(1e-3, 0.9, 0.99, 1e-5)
 FIRST_ORDER = [name for name, solver in SOLVERS.items() if isinstance(solver, FirstOrder)]
@@ -29,7 +30,7 @@ each_kind = pytest.mark.parametrize("kind", ["tanh", "sigmoid", "relu", "linear"
 @pytest.fixture(params=["oneDNN", "torch.mm"])
 def _whose_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch.mm":
-        monkeypatch.setattr(joined, "_onednn_takes", lambda _: False)
+        monkeypatch.setattr(cpu_onednn, "_onednn_takes", lambda _: False)
 
 
 with_and_without_onednn = pytest.mark.usefixtures("_whose_products")
@@ -37,7 +38,7 @@ with_and_without_onednn = pytest.mark.usefixtures("_whose_products")
 
 @pytest.fixture(autouse=True)
 def _small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "LARGE", 0)
+    monkeypatch.setattr(cpu_onednn, "LARGE", 0)
 
 
 def drawn(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -93,7 +94,7 @@ def both_ways(
 ) -> tuple[list[Tensor], list[Tensor]]:
     plain: list[Tensor] = []
     with monkeypatch.context() as patched:
-        patched.setattr(joined, "SWITCHED_OFF", True)
+        patched.setattr(cpu_onednn, "SWITCHED_OFF", True)
         plain += work()
     return plain, work()
 
@@ -111,7 +112,7 @@ def test_equals_the_plain_version(
     kind: str, rows: int, bias: bool, row_weight: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of = problem(kind, rows, bias=bias, row_weight=row_weight)
-    assert joined.fits(of)
+    assert cpu_onednn.fits(of)
     assert_equal(*both_ways(monkeypatch, lambda: solved(of)))
 
 
@@ -127,7 +128,7 @@ def test_serves_every_first_order_solver(
 def test_takes_xtx_for_x(monkeypatch: pytest.MonkeyPatch) -> None:
     of = problem("squared")
     of = replace(of, x=Gram.of(of.x))
-    assert joined.fits(of)
+    assert cpu_onednn.fits(of)
     assert_equal(*both_ways(monkeypatch, lambda: solved(of)))
 
 
@@ -143,7 +144,7 @@ def test_is_as_exact_in_float32_as_the_plain_version(kind: str) -> None:
         nothing = {name: 0 * g for name, g in of.backprop.items()}
         rough = in_dtype(replace(of, x=scale * of.x, backprop=nothing), torch.float32)
         exact, gram = in_dtype(rough, torch.float64), rough.through_gram(4)
-        joint = joined.Joined(rough, gram)
+        joint = cpu_onednn.Joined(rough, gram)
         for tensor in joint.at.values():
             tensor += 1e-2 * drawn(*tensor.shape, seed=5, dtype=torch.float32)
         moved = {
@@ -161,8 +162,8 @@ def test_is_as_exact_in_float32_as_the_plain_version(kind: str) -> None:
 @with_and_without_onednn
 def test_what_is_not_a_number_stays_so() -> None:
     rows = torch.tensor([[1.0, torch.nan], [1.0, 1.0]])
-    for kind, (_, name) in joined.TRANSFERS.items():
-        y = joined.product(rows, torch.ones(3, 2), kind)
+    for kind, (_, name) in cpu_onednn.TRANSFERS.items():
+        y = cpu_onednn.product(rows, torch.ones(3, 2), kind)
         assert y[0].isnan().all(), name
         assert y[1].isfinite().all(), name
 
@@ -188,13 +189,13 @@ PLAIN = {
 
 @pytest.mark.parametrize("case", PLAIN)
 def test_leaves_to_the_plain_version(case: str) -> None:
-    assert not joined.fits(PLAIN[case](problem()))
+    assert not cpu_onednn.fits(PLAIN[case](problem()))
 
 
 def test_leaves_small_problems_to_the_plain_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joined, "LARGE", 40 * 5 * 4 + 1)
-    assert not joined.fits(problem(rows=40))
-    assert joined.fits(problem(rows=41))
+    monkeypatch.setattr(cpu_onednn, "LARGE", 40 * 5 * 4 + 1)
+    assert not cpu_onednn.fits(problem(rows=40))
+    assert cpu_onednn.fits(problem(rows=41))
 
 
 @pytest.mark.parametrize("variant", ["locoprop-m", "locoprop-s"])
@@ -229,5 +230,5 @@ def test_a_users_own_step_gets_the_weights(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(SOLVERS, "trusting", Trusting())
     of = problem("squared")
     ours = solved(of, "trusting")
-    monkeypatch.setattr(joined, "SWITCHED_OFF", True)
+    monkeypatch.setattr(cpu_onednn, "SWITCHED_OFF", True)
     assert_equal(ours, solved(of, "trusting"))

@@ -12,10 +12,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp, baselines
+from torch_locoprop.paper.transfers import Sigmoid
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study import methods, models, peers
 from torch_locoprop.study.autoencoder import reconstruction_loss
-from torch_locoprop.transfers import Sigmoid
 
 OPTIONAL = ("soap", "psgd")
 BUILT_IN = [name for name in methods.names() if name not in OPTIONAL]

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_locoprop import LocoProp, transfers
+from torch_locoprop import LocoProp
+from torch_locoprop.paper import transfers
 from torch_locoprop.study import models
 from torch_locoprop.study.autoencoder import deep_autoencoder, reconstruction_loss
 

@@ -7,13 +7,14 @@ import torch
 from cases import FIRST_ORDER, batch
 from torch import nn
 
-from torch_locoprop import LocoProp, transfers
-from torch_locoprop.regularizers import L1, L2, FisherMahalanobis, Regularizer
+from torch_locoprop import LocoProp
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.regularizers import L1, L2, FisherMahalanobis, Regularizer
+from torch_locoprop.paper.spread import spread
+from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS
-from torch_locoprop.spread import spread
 from torch_locoprop.study.autoencoder import deep_autoencoder, reconstruction_loss
 from torch_locoprop.study.population import GraphedPopulation, Method, Population
-from torch_locoprop.variants import VARIANTS
 
 SIZES = (10, 8, 6, 3)
 TANH, LINEAR = transfers.Tanh(), transfers.Linear()

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_locoprop import LocoProp, baselines
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.solvers.first_order import RmsProp
 from torch_locoprop.study import methods, models, runner, schedules
 from torch_locoprop.study.autoencoder import reconstruction_loss

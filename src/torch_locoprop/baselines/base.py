@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from torch_locoprop.groups import Group, decayed
-from torch_locoprop.settings import check_number
+from torch_locoprop.config.groups import Group, decayed
+from torch_locoprop.config.settings import check_number
 
 Tensors = dict[str, Tensor]
 

@@ -13,23 +13,24 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop import detection, transfers
 from torch_locoprop.baselines.base import Tensors, check_settings
-from torch_locoprop.capture import Capture
-from torch_locoprop.fallback import FallbackFactory, WithFallback, check_recorded
-from torch_locoprop.fisher import (
+from torch_locoprop.config.groups import Group, decayed
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.fisher import (
     PREDICTIVE,
     at_least_float32,
     cholesky,
     running_average,
     second_moment,
 )
-from torch_locoprop.groups import Group, decayed
-from torch_locoprop.joint import join, split
-from torch_locoprop.served import ServedLayer
-from torch_locoprop.summary import table, unserved_row
-from torch_locoprop.survey import survey
-from torch_locoprop.transfers import Transfer
+from torch_locoprop.paper.tensors import join, split
+from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.recording import transfer_detection
+from torch_locoprop.recording.hooks import Capture
+from torch_locoprop.recording.layer_record import ServedLayer
+from torch_locoprop.recording.model_scan import survey
+from torch_locoprop.reporting.summary import table, unserved_row
+from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
 
 # Steps that always renew the inverses. Martens & Grosse's Algorithm 2 has 3; where a batch has fewer
 # rows than the layer has inputs, inverses from so few batches throw the next ones far off.
@@ -257,7 +258,7 @@ def _predictive(output_transfer: str | Transfer | None, loss_fn: object) -> Tran
     """The transfer that tells the predictive distribution."""
     transfer = None if output_transfer is None else transfers.get(output_transfer)
     if transfer is None and loss_fn is not None:
-        transfer = detection.transfer_inside(loss_fn)
+        transfer = transfer_detection.transfer_inside(loss_fn)
     if transfer is None or transfer.name not in PREDICTIVE:
         raise ValueError(
             f"Invalid output_transfer={transfer.name if transfer else None!r}. K-FAC draws labels "

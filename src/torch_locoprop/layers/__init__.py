@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.gram import Gram
 from torch_locoprop.layers.conv import ConvLayer
+from torch_locoprop.layers.gpt2_conv1d import TransposedLinear
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.layers.transposed import TransposedLinear
+from torch_locoprop.paper.gram import Gram
 
 
 class Layer(Protocol):

@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_locoprop.gram import Gram
 from torch_locoprop.layers.linear import refuses_tensors, with_ones
+from torch_locoprop.paper.gram import Gram
 
 _FORWARDS = (
     *(nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward),

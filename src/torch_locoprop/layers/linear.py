@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_locoprop.gram import Gram, saves_work
+from torch_locoprop.paper.gram import Gram, saves_work
 
 UNCALLED = "nn.MultiheadAttention does not call its projections"
 

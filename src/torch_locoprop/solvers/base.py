@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torch_locoprop.gram import Use
-from torch_locoprop.problem import LocalProblem
-from torch_locoprop.spread import Number, spread
+from torch_locoprop.paper.gram import Use
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.spread import Number, spread
 
 Tensors = dict[str, Tensor]
 

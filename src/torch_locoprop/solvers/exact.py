@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_locoprop.fisher import (
+from torch_locoprop.paper.fisher import (
     at_least_float32,
     cholesky,
     cholesky_solve,
@@ -28,11 +28,11 @@ from torch_locoprop.fisher import (
     is_well_posed,
     running_average,
 )
-from torch_locoprop.gram import Gram, Use, full_products
-from torch_locoprop.joint import join, split
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop.paper.gram import Gram, Use, full_products
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.spread import Number, spread
+from torch_locoprop.paper.tensors import join, split
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors
-from torch_locoprop.spread import Number, spread
 
 
 @dataclass(frozen=True)

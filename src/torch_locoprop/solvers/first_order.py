@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_locoprop.gram import Use
-from torch_locoprop.kernels import local, rmsprop
-from torch_locoprop.problem import LocalProblem
+from torch_locoprop.fast.cpu_onednn import Joined, fits
+from torch_locoprop.fast.triton import local_iterations, rmsprop
+from torch_locoprop.paper.gram import Use
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.spread import Number
 from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
-from torch_locoprop.solvers.joined import Joined, fits
-from torch_locoprop.spread import Number
 
 
 class FirstOrder(Solver):
@@ -148,13 +148,13 @@ class RmsProp(FirstOrder):
         local_steps: int,
         local_decay: str,
     ) -> tuple[Tensors, dict[str, Tensors]]:
-        if not self._is_plain or not local.fits(problem, states, numbers):
+        if not self._is_plain or not local_iterations.fits(problem, states, numbers):
             return super().solve(problem, states, numbers, local_steps, local_decay)
         states = {
             name: states[name] or self.init(tensor, numbers[name].at(1.0, tensor))
             for name, tensor in problem.start.items()
         }
-        return local.solve(problem, states, numbers, local_steps, local_decay)
+        return local_iterations.solve(problem, states, numbers, local_steps, local_decay)
 
     def advance_(
         self, tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float

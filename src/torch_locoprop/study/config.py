@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from torch_locoprop.settings import check_number, unknown
+from torch_locoprop.config.settings import check_number, unknown
 from torch_locoprop.study import methods, models, schedules
 
 PRECISIONS = ("fp32", "tf32", "bf16")

@@ -23,7 +23,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_locoprop.settings import unknown
+from torch_locoprop.config.settings import unknown
 from torch_locoprop.study.curves import curves
 from torch_locoprop.study.curves_files import GENUINE, SEED, generated, read_mat
 from torch_locoprop.study.download import DownloadError, Progress, fetch

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp, baselines
-from torch_locoprop.settings import unknown
+from torch_locoprop.config.settings import unknown
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study import models, peers
 

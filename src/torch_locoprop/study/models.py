@@ -6,9 +6,9 @@ Weights depend on the seed alone: they are drawn on the CPU, whatever the device
 import torch
 from torch import Generator, Tensor, nn
 
-from torch_locoprop import transfers
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.study.autoencoder import deep_autoencoder
-from torch_locoprop.transfers import Transfer
 
 PRESETS: dict[str, tuple[int, ...]] = {
     "standard": (784, 1000, 500, 250, 30),

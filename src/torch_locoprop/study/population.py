@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_locoprop.fisher import running_average, sampled_output_gradient, second_moment
-from torch_locoprop.kernels import on_device, writing
-from torch_locoprop.lanes import lanes
+from torch_locoprop.fast.cuda_streams import lanes
+from torch_locoprop.fast.triton import availability, guarded_writes
 from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.problem import Before, LocalProblem
-from torch_locoprop.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.paper.fisher import running_average, sampled_output_gradient, second_moment
+from torch_locoprop.paper.local_problem import Before, LocalProblem
+from torch_locoprop.paper.regularizers import REGULARIZERS, Regularizer
+from torch_locoprop.paper.spread import spread
+from torch_locoprop.paper.transfers import Sigmoid, Tanh, Transfer
+from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
 from torch_locoprop.solvers.base import Checked
-from torch_locoprop.spread import spread
-from torch_locoprop.transfers import Sigmoid, Tanh, Transfer
-from torch_locoprop.variants import VARIANTS, Variant
 
 Tensors = dict[str, Tensor]
 
@@ -261,11 +261,11 @@ class Population:
         """Write the finite members' solutions in place, so that a graph can be replayed."""
         entries = [*new.values(), *(t for state in states.values() for t in state.values())]
         of_members = [t for t in entries if t.dim() > 0]
-        fast = on_device.takes(of_members)
+        fast = availability.takes(of_members)
         if isinstance(new, Checked):
             ok = new.finite
         elif fast:
-            ok = writing.finite(of_members, len(self))
+            ok = guarded_writes.finite(of_members, len(self))
         else:
             ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
         self.skips[m] += (~ok).long()
@@ -280,7 +280,7 @@ class Population:
                 else:
                     pairs.append((entry, old))
         if fast:
-            writing.write(ok, pairs)
+            guarded_writes.write(ok, pairs)
             return
         for value, old in pairs:
             old.copy_(torch.where(spread_mask(ok, value), value, old))

@@ -19,7 +19,9 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from torch_locoprop.regularizers import REGULARIZERS
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.transfers import Linear, Sigmoid, Transfer
+from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, FirstOrder
 from torch_locoprop.study import datasets, models, schedules
 from torch_locoprop.study.config import RunConfig
@@ -33,8 +35,6 @@ from torch_locoprop.study.machine import (
 from torch_locoprop.study.population import NUMBERS, GraphedPopulation, Method, Population
 from torch_locoprop.study.run_folder import Metrics
 from torch_locoprop.study.runner import DIVERGED, check_data, epoch_seed
-from torch_locoprop.transfers import Linear, Sigmoid, Transfer
-from torch_locoprop.variants import VARIANTS
 
 FIRST_ORDER = tuple(name for name, solver in SOLVERS.items() if isinstance(solver, FirstOrder))
 """The first-order methods. Each is a single local iteration with γ = 1, of any BackProp variant."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_locoprop.lanes import as_gradients_come
+from torch_locoprop.fast.cuda_streams import as_gradients_come
 from torch_locoprop.study.autoencoder import reconstruction_loss
 
 EAGER_STEPS = 3  # before the capture: states come into being, and libraries choose their kernels

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.settings import unknown
+from torch_locoprop.config.settings import unknown
 from torch_locoprop.study import datasets, methods
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.datasets import Dataset

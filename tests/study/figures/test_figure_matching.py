@@ -7,7 +7,7 @@ import pytest
 import torch
 from scipy.integrate import quad
 
-from torch_locoprop import transfers
+from torch_locoprop.paper import transfers
 from torch_locoprop.study.figures import matching
 
 F: dict[str, Callable[[float], float]] = {"tanh": math.tanh, "relu": lambda z: max(z, 0.0)}

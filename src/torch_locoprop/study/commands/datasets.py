@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_locoprop.settings import unknown
+from torch_locoprop.config.settings import unknown
 from torch_locoprop.study import datasets, display, options
 from torch_locoprop.study.commands.shared import load
 

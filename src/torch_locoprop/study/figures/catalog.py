@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch_locoprop.settings import unknown
+from torch_locoprop.config.settings import unknown
 from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.names import label
 

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from torch_locoprop import transfers
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.study.figures import style
-from torch_locoprop.transfers import Transfer
 
 TARGETS = (-2.0, -0.5, 0.5, 2.0)
 """The targets a whose losses are drawn; f is flat at two of them if it is ReLU."""

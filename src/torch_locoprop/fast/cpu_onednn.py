@@ -1,0 +1,142 @@
+"""The gradients of a linear layer's local problem on a CPU, from weight and bias as one matrix.
+
+The plain version is ``LocalProblem.gradient``. Here the bias is a column of the weights, whose input is
+one: products add it, and give its gradient. Pre-activations are ``[d, rows]``, so that the left factor
+of each product is stored by rows. oneDNN, where torch has it, takes such products faster than
+``torch.mm`` and applies the transfer before it writes the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.fast.dispatch import transfer_of
+from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
+
+Tensors = dict[str, Tensor]
+
+SWITCHED_OFF = False  # everything takes its plain way
+
+LARGE = 2**22  # multiplications: below, joining takes longer than it saves
+MULTIPLE = 8  # of so many columns: products are faster
+
+# In place, and as oneDNN names it. Its ReLU makes zero of what is not a number.
+TRANSFERS: dict[type[Transfer], tuple[Callable[[Tensor], Tensor] | None, str]] = {
+    Linear: (None, "none"),
+    Tanh: (torch.tanh_, "tanh"),
+    Sigmoid: (torch.sigmoid_, "sigmoid"),
+    ReLU: (torch.relu_, "none"),
+}
+
+
+class Joined:
+    """The iterate of a local problem, to be moved in place, and the gradient where it is."""
+
+    def __init__(self, problem: LocalProblem, gram: Gram | None) -> None:
+        self._problem, self._gram = problem, gram
+        self._iterate = _joined(problem.start)
+        if gram is None:
+            self._change = _by_rows(problem, self._iterate)
+        else:
+            self._change = _by_gram(problem, gram)
+            self._iterate.zero_()  # what has moved: the gradient is linear in it
+        self.at = _parts(self._iterate, problem.start)
+
+    def gradient(self) -> Tensors:
+        change = self._change(self._iterate)
+        if self._problem.row_weight != 1:
+            change *= self._problem.row_weight
+        parts = _parts(change, self._problem.start)
+        return {name: t.add_(self._problem.first_gradient[name]) for name, t in parts.items()}
+
+    def found(self) -> Tensors:
+        """The tensors that the iterate has come to."""
+        if self._gram is None:
+            return self.at
+        return {name: t.add_(self._problem.start[name]) for name, t in self.at.items()}
+
+
+def fits(problem: LocalProblem) -> bool:
+    """Whether a problem may go this way, which does all that it asks for, and gains by it."""
+    weight, x = problem.start.get("weight"), problem.x
+    if SWITCHED_OFF or weight is None or not weight.is_cpu or weight.dim() != 2:
+        return False
+    if transfer_of(problem) not in TRANSFERS or problem.fixed or problem.base:
+        return False
+    rows, matrix = (x.rows, x.square) if isinstance(x, Gram) else (len(x), x)
+    if isinstance(rows, Tensor) or rows * weight.numel() < LARGE:
+        return False
+    tensors = [matrix, *problem.start.values(), *problem.backprop.values()]
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # none of half precision
+    return all(type(t) is Tensor and t.dtype == dtype for t in tensors)
+
+
+def _by_rows(problem: LocalProblem, start: Tensor) -> Callable[[Tensor], Tensor]:
+    """The gradient at ``[W b]``, less that at the start: ``(f(a) − f(a₀))ᵀ[X 1]``."""
+    transfer = transfer_of(problem)
+    assert transfer is not None
+    ones = {"bias": torch.ones_like(problem.x[:, 0])} if "bias" in problem.start else {}
+    x = _joined({"weight": problem.x} | ones)
+    y0 = product(start, x, transfer)
+    return lambda at: product(product(at, x, transfer).sub_(y0), x.mT)
+
+
+def _by_gram(problem: LocalProblem, gram: Gram) -> Callable[[Tensor], Tensor]:
+    """The gradient at a displacement of ``[W b]``, less that at the start: ``Δ [X 1]ᵀ[X 1]``."""
+    n, biases = len(gram.square), len(problem.start) - 1
+    square = gram.square.new_zeros(_columns(n + biases), _columns(n + biases))
+    square[:n, :n] = gram.square
+    if biases:
+        square[n, :n] = square[:n, n] = gram.total
+        square[n, n] = gram.rows
+    return lambda moved: product(moved, square)
+
+
+def product(left: Tensor, right: Tensor, transfer: type[Transfer] = Linear) -> Tensor:
+    """``f(left @ rightᵀ)`` of two matrices, the left one contiguous."""
+    in_place, name = TRANSFERS[transfer]
+    if not _onednn_takes(left):
+        result, applied = left @ right.mT, False
+    else:
+        result = torch.ops.mkldnn._linear_pointwise(left, right, None, name, [], "")
+        applied = name != "none"
+    return result if applied or in_place is None else in_place(result)
+
+
+def _onednn_takes(tensor: Tensor) -> bool:
+    switched_on = bool(torch.backends.mkldnn.enabled)
+    return tensor.dtype == torch.float32 and switched_on and _onednn_is_there()
+
+
+@cache
+def _onednn_is_there() -> bool:
+    """With its product, which is not among torch's public operations."""
+    there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _joined(tensors: Tensors) -> Tensor:
+    """Weight and bias as one matrix ``[d, n(+1)]``, with zeros up to a multiple of columns."""
+    d, n = tensors["weight"].shape
+    joined = tensors["weight"].new_empty(d, _columns(n + len(tensors) - 1))
+    joined[:, :n] = tensors["weight"]
+    joined[:, n:] = 0
+    if "bias" in tensors:
+        joined[:, n] = tensors["bias"]
+    return joined
+
+
+def _parts(joined: Tensor, like: Tensors) -> Tensors:
+    """The inverse of :func:`_joined`, as views, for the entries of ``like``."""
+    n = like["weight"].shape[1]
+    return {name: joined[:, :n] if name == "weight" else joined[:, n] for name in like}
+
+
+def _columns(needed: int) -> int:
+    return -(-needed // MULTIPLE) * MULTIPLE

@@ -1,0 +1,128 @@
+"""Goes through a model once: which layers have a local problem, and why the others have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from torch_locoprop.config.settings import unknown
+from torch_locoprop.layers import layer_kind
+from torch_locoprop.layers.linear import UNCALLED
+from torch_locoprop.recording.layer_record import ServedLayer
+
+NEW = "came after the optimizer was made: make a new one"
+
+
+@dataclass(frozen=True)
+class Unserved:
+    """The parameters of one module, none of which has a local problem."""
+
+    name: str
+    kind: str
+    reason: str
+    parameters: tuple[nn.Parameter, ...]
+
+
+def survey(
+    model: nn.Module,
+    given: set[nn.Parameter],
+    kinds: type[nn.Module] = nn.Module,
+    patterns: Sequence[str] | None = None,
+) -> tuple[list[ServedLayer], list[Unserved]]:
+    """Every module with parameters ends up in exactly one of the two lists.
+
+    ``given`` are the parameters the optimizer was asked to train, ``kinds`` the modules it serves,
+    ``patterns`` the names of those it should serve.
+    """
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            _check_initialized(name, parameter)
+            owners.setdefault(parameter, []).append(name or "(model)")
+    served: list[ServedLayer] = []
+    unserved: list[Unserved] = []
+    for name, module in model.named_modules():
+        own = tuple(module.parameters(recurse=False))
+        kind = layer_kind(module) if isinstance(module, kinds) else None
+        reason = kind.refuses(module) if kind else _no_kind(module)
+        ours = [p for p in own if p in given]
+        reason = reason or _tied(module, owners)
+        if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
+            reason = reason or "not among layers="
+        reason = reason or ("not given to this optimizer" if not ours else None)
+        if kind and reason is None:
+            served.append(ServedLayer(name, module, kind, ours))
+        elif own:
+            unserved.append(Unserved(name, type(module).__name__, str(reason), own))
+    return served, unserved
+
+
+def newcomers(
+    model: nn.Module, served: Iterable[ServedLayer], unserved: Iterable[Unserved]
+) -> list[Unserved]:
+    """Modules that have come into the model since the survey: nobody trains them."""
+    known = {p for module in unserved for p in module.parameters}
+    known |= {p for layer in served for p in layer.module.parameters(recurse=False)}
+    found = []
+    for name, module in model.named_modules():
+        own = tuple(p for p in module.parameters(recurse=False) if p not in known)
+        if own:
+            found.append(Unserved(name, type(module).__name__, NEW, own))
+    return found
+
+
+def check_any_served(served: Sequence[ServedLayer], unserved: Sequence[Unserved]) -> None:
+    """Raise, with the reasons, if there is nothing to do."""
+    if not served:
+        reasons = "; ".join(f"{m.name or 'model'} ({m.kind}): {m.reason}" for m in unserved[:5])
+        raise ValueError(
+            "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
+            f"{reasons or 'It has no parameters.'}"
+        )
+
+
+def patterns_of(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
+    """The names of layers to serve; one string is one pattern. Each must match a layer."""
+    given = (
+        [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)
+    )
+    for each in given:
+        if not isinstance(each, str):
+            raise TypeError(
+                "layers= takes names of layers, or patterns such as 'encoder.*', not "
+                f"{type(each).__name__}."
+            )
+    if not given:
+        raise ValueError("layers= names no layer. Give None for all that can have local problems.")
+    patterns = tuple(given)
+    names = [name for name, module in model.named_modules() if layer_kind(module) is not None]
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ValueError(unknown("layer in layers=", pattern, names))
+    return patterns
+
+
+def _check_initialized(name: str, parameter: nn.Parameter) -> None:
+    if isinstance(parameter, UninitializedParameter):
+        raise ValueError(
+            f"Module {name!r} has parameters that are not initialized yet. Run one forward pass "
+            "through the model before making the optimizer."
+        )
+
+
+def _no_kind(module: nn.Module) -> str:
+    """Why a module is no layer."""
+    if isinstance(module, nn.MultiheadAttention):
+        return UNCALLED
+    return "no local problem for this kind of module"
+
+
+def _tied(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str | None:
+    for parameter in module.parameters(recurse=False):
+        if len(owners[parameter]) > 1:
+            return f"tied: a parameter is shared by {', '.join(map(repr, owners[parameter]))}"
+    return None
