@@ -15,9 +15,10 @@ from torch.optim import Optimizer
 from benchmarks import work
 from benchmarks.per_layer import PerLayerLoop, stages
 from torch_locoprop.baselines import kfac
-from torch_locoprop.study import methods, models
-from torch_locoprop.study.autoencoder import reconstruction_loss
 from torch_locoprop.study.figures.names import label
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
 
 Do = Callable[[], object]
 
@@ -33,14 +34,14 @@ class Task:
 
     @property
     def layers(self) -> list[tuple[int, int]]:
-        encoder = models.sizes_of(self.model)
+        encoder = architectures.sizes_of(self.model)
         return list(pairwise((*encoder, *encoder[-2::-1])))
 
     def prepared(self) -> tuple[nn.Sequential, Tensor]:
         """Return the model and the images on the device."""
         numbers = torch.Generator().manual_seed(0)
         images = torch.rand(self.batch, self.layers[0][0], generator=numbers)
-        return models.build(self.model).to(self.device), images.to(self.device)
+        return architectures.build(self.model).to(self.device), images.to(self.device)
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def _method(name: str, **more: Any) -> Prepare:
     """One of the study's methods, with its own settings."""
 
     def make(task: Task, model: nn.Module) -> Optimizer:
-        method = methods.get(name)
+        method = registry.get(name)
         local = {"local_steps": task.T} if "local_steps" in method.settings else {}
         settings = {**method.settings, **local, "weight_decay": 1e-5, **more}
         return method.build(model, settings)
@@ -175,5 +176,5 @@ def get(key: str) -> Contestant:
     """Return one of those above, or any other method of the study."""
     if key in CONTESTANTS:
         return CONTESTANTS[key]
-    every = methods.get(key).settings.get("every", 1)
+    every = registry.get(key).settings.get("every", 1)
     return Contestant(label(key), _method(key), cycle=every, warm_up=max(kfac.EARLY, every))

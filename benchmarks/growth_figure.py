@@ -14,7 +14,7 @@ from benchmarks.step_table import table
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.costs import BASELINE
 from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.palette import colour
+from torch_locoprop.study.methods.palette import colour
 
 METHODS = ("locoprop-m", "locoprop-s")
 VARIED = {

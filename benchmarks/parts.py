@@ -28,8 +28,8 @@ from benchmarks.contestants import Task, get
 from benchmarks.steps import graphed
 from torch_locoprop.fast.triton import availability, matrix_products
 from torch_locoprop.fast.triton.matrix_products import Parts
-from torch_locoprop.study.config import PRECISIONS
-from torch_locoprop.study.machine import environment, matmul_precision
+from torch_locoprop.study.training.config import PRECISIONS
+from torch_locoprop.study.training.machine import environment, matmul_precision
 
 REPLAYS, ROUNDS = 30, 3
 

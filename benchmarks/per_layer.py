@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_locoprop.study.autoencoder import reconstruction_loss
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
 
 MakeSolver = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -19,11 +19,11 @@ import torch
 
 from benchmarks import step_table, work
 from benchmarks.contestants import Task
-from torch_locoprop.study import models
-from torch_locoprop.study.config import PRECISIONS, RunConfig
-from torch_locoprop.study.machine import environment, matmul_precision
-from torch_locoprop.study.population import GraphedPopulation, Population
-from torch_locoprop.study.population_run import method_of, numbers_of, transfers_of
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training.config import PRECISIONS, RunConfig
+from torch_locoprop.study.training.machine import environment, matmul_precision
+from torch_locoprop.study.training.population import GraphedPopulation, Population
+from torch_locoprop.study.training.population_run import method_of, numbers_of, transfers_of
 
 WARM_UP = 3
 STEPS_OF_A_TRIAL = 100 * 60
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=5, help="in a round")
     parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
     options = parser.parse_args(arguments)
-    models.sizes_of(options.model)
+    architectures.sizes_of(options.model)
     task = Task(options.model, options.batch, device=options.device)
     with matmul_precision(options.precision):
         rows = [

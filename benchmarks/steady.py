@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_table import display, table, write
-from torch_locoprop.study import methods, models
-from torch_locoprop.study.autoencoder import reconstruction_loss
-from torch_locoprop.study.curves import curves
-from torch_locoprop.study.machine import environment
+from torch_locoprop.study.data.curves import curves
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+from torch_locoprop.study.training.machine import environment
 
 MODEL, BATCH, BATCHES = "784-250-100-20", 200, 4
 METHODS = ("locoprop-m", "locoprop-s")
@@ -37,8 +38,8 @@ class Run:
     """A run of a method, step by step."""
 
     def __init__(self, method: str, images: Tensor, model: str) -> None:
-        self.model = models.build(model)
-        own = methods.get(method)
+        self.model = architectures.build(model)
+        own = registry.get(method)
         self.optimizer = own.build(self.model, {**own.settings, "weight_decay": 1e-5})
         self.batches = images.chunk(BATCHES)
         self.taken = 0

@@ -31,8 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import step_table, steps_figure
 from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
 from torch_locoprop.study.figures.memory import peak_bytes
-from torch_locoprop.study.machine import environment, matmul_precision
-from torch_locoprop.study.step import EAGER_STEPS, TrainingStep
+from torch_locoprop.study.training.machine import environment, matmul_precision
+from torch_locoprop.study.training.step import EAGER_STEPS, TrainingStep
 
 # Steps of a turn on a GPU before those that count: others have moved what memory is free, and graphs
 # are recorded anew.

@@ -22,9 +22,9 @@ from matplotlib.patches import Patch
 from benchmarks import step_table
 from benchmarks.contestants import Task, get
 from benchmarks.steps import graphed
-from torch_locoprop.study.config import PRECISIONS
 from torch_locoprop.study.figures import style
-from torch_locoprop.study.machine import environment, matmul_precision
+from torch_locoprop.study.training.config import PRECISIONS
+from torch_locoprop.study.training.machine import environment, matmul_precision
 
 PAUSE = 20.0  # microseconds without any kernel: the profiler's
 

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from training import Record, Run, Settings, Task, finished, perform, shown, write
 
-from torch_locoprop.study import machine, safe_files
+from torch_locoprop.study.data import safe_files
+from torch_locoprop.study.training import machine
 
 SEARCH_SEED = 100  # none of the seeds that are reported
 

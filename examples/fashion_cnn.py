@@ -23,7 +23,7 @@ from training import Batches, Method, Settings, Task
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
-from torch_locoprop.study import datasets
+from torch_locoprop.study.data import datasets
 
 # ---- the model ----------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from torch_locoprop.study.peers import Together
+from torch_locoprop.study.methods.peers import Together
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration X ← a X + (b XXᵀ + c (XXᵀ)²) X
 

@@ -27,7 +27,7 @@ from training import Batches, Method, Settings, Task
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
-from torch_locoprop.study.datasets import VARIABLE
+from torch_locoprop.study.data.datasets import VARIABLE
 
 # ---- the model ----------------------------------------------------------------------------------
 

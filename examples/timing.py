@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from training import Record, Run, Task, Training
 
-from torch_locoprop.study import machine
+from torch_locoprop.study.training import machine
 
 # Steps, turns, and steps of each, in full. A factorisation is renewed every 20 steps; on a GPU, how
 # that is replayed has settled when it was done ten times.

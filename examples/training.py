@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torch_locoprop.study import machine, safe_files
+from torch_locoprop.study.data import safe_files
+from torch_locoprop.study.training import machine
 
 Settings = Mapping[str, Any]
 Record = dict[str, Any]

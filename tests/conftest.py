@@ -20,13 +20,13 @@ def _same_random_numbers() -> None:
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
     """The command line: from arguments to the exit code, what is printed, and what is told."""
-    from torch_locoprop import cli
+    from torch_locoprop.study.cli import main
 
     monkeypatch.setenv("COLUMNS", "160")
 
     def invoke(*arguments: str) -> tuple[int, str, str]:
         with pytest.raises(SystemExit) as stop:
-            cli.main(arguments)
+            main.main(arguments)
         code = 0 if stop.value.code is None else stop.value.code
         out, err = capfd.readouterr()
         return int(code), out, err

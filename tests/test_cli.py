@@ -16,13 +16,13 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_locoprop import cli
-from torch_locoprop.study import datasets, display, methods
-from torch_locoprop.study.commands import shared
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.datasets import Dataset
-from torch_locoprop.study.run_folder import Metrics, RunFolder
-from torch_locoprop.study.runner import RunResult, result_of
+from torch_locoprop.study.cli import display, main, shared
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Metrics, RunFolder
+from torch_locoprop.study.training.runner import RunResult, result_of
 
 TINY = ["--model", "12-8-3", "--epochs", "2", "--batch-size", "20", "--device", "cpu"]
 
@@ -177,17 +177,17 @@ def test_methods_keep_their_names_in_a_narrow_terminal(
     for name in names:
         assert f"│ {name} " in out
         origin = " ".join(out.split("Settings from")[1].split())
-        assert f"{name}: {methods.get(name).source}" in origin
+        assert f"{name}: {registry.get(name).source}" in origin
     if columns == "80":
         assert "train loss" in out, "not even the headings are broken"
 
 
 def test_a_script_can_bring_a_method_of_its_own(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
+    def build(model: nn.Module, settings: registry.Settings) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), **settings)
 
-    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
-    methods.register(methods.Method("mine", build, {"lr": 1e-3}, "untuned"))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    registry.register(registry.Method("mine", build, {"lr": 1e-3}, "untuned"))
     code, out, _ = run("compare", "mine", "adam", *TINY, "--set", "mine.lr=0.01", "--json")
     assert code == 0
     found = {each["config"]["method"]: each["config"]["settings"] for each in json.loads(out)}
@@ -335,7 +335,7 @@ def test_a_missing_package_is_named(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     study = "torch_locoprop.study."
-    ours = (f"{study}commands", f"{study}options", f"{study}display")
+    ours = tuple(f"{study}cli.{name}" for name in ("app", "train", "tune", "options", "display"))
     for name in [name for name in sys.modules if name.startswith(ours)]:
         monkeypatch.delitem(sys.modules, name)
     code, _, err = run("train")
@@ -351,7 +351,7 @@ def test_ctrl_c_while_the_commands_are_imported_is_quiet(
         def __getattr__(self, name: str) -> Any:
             raise KeyboardInterrupt
 
-    name = "torch_locoprop.study.commands"
+    name = "torch_locoprop.study.cli.app"
     monkeypatch.setitem(sys.modules, name, Interrupted(name))
     assert run("train") == (130, "", "")
 
@@ -408,7 +408,7 @@ def test_an_error_is_red_on_a_terminal(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with pytest.raises(SystemExit):
-        cli.main(["train", "-m", "nothing"])
+        main.main(["train", "-m", "nothing"])
     assert "\033[31mUnknown method" in capfd.readouterr().err
 
 

@@ -15,9 +15,9 @@ import pytest
 from torch_locoprop.study.figures import catalog, work
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.runner import result_of
+from torch_locoprop.study.training.runner import result_of
 
-COMMAND = import_module("torch_locoprop.study.commands.figure")  # the package has the function
+COMMAND = import_module("torch_locoprop.study.cli.figure")  # the package has the function
 TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
 PEERS = ["--without", "soap", "--without", "muon", "--without", "exact-s-muon"]
 FEW = [*PEERS, "--without", "locoprop-s", "--without", "kfac@2"]

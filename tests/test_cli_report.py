@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from study.report.made import data, made
 
-from torch_locoprop.study import datasets, methods
-from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.methods import registry
 from torch_locoprop.study.report import page
 
 
@@ -70,7 +71,7 @@ def test_options(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert task["timed_on"] is None
     places = [(row["place"], row["method"], row["train"]["mean"]) for row in task["ranking"]]
     assert places == [(1, "adam", 4.0), (2, "sgd", 5.0)]
-    assert task["ranking"][0]["hyper_parameters"]["lr"] == methods.get("adam").settings["lr"]
+    assert task["ranking"][0]["hyper_parameters"]["lr"] == registry.get("adam").settings["lr"]
 
 
 def test_timings_in_the_folder_give_the_seconds(run: Any) -> None:
@@ -123,7 +124,7 @@ def test_without_plotly_the_extra_is_named(run: Any, monkeypatch: pytest.MonkeyP
 
 
 def test_the_command_line_starts_without_plotly() -> None:
-    script = "import sys, torch_locoprop.study.commands as c; sys.exit('plotly' in sys.modules)"
+    script = "import sys, torch_locoprop.study.cli.app as c; sys.exit('plotly' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

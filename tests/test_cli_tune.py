@@ -13,11 +13,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from torch_locoprop.study import datasets
-from torch_locoprop.study.commands.tune import watching
-from torch_locoprop.study.datasets import Dataset
-from torch_locoprop.study.runner import result_of
-from torch_locoprop.study.tuning import Status
+from torch_locoprop.study.cli.tune import watching
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.training.runner import result_of
+from torch_locoprop.study.tuning.campaign import Status
 
 TASK = ["--model", "12-8-3", "--epochs", "2", "--batch-size", "20", "--device", "cpu"]
 TINY = [*TASK, "--trials", "5", "-k", "3", "-m", "adam"]
@@ -171,7 +171,7 @@ def test_an_unwritable_folder_is_one_sentence(run: Any) -> None:
 def test_without_optuna_it_is_named_and_everything_else_works(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gone = ("optuna", "torch_locoprop.study.tuning_journal", "torch_locoprop.study.tuning_search")
+    gone = ("optuna", "torch_locoprop.study.tuning.journal", "torch_locoprop.study.tuning.search")
     for name in [name for name in sys.modules if name.startswith(gone)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -185,7 +185,7 @@ def test_without_optuna_it_is_named_and_everything_else_works(
 
 def test_optuna_is_imported_by_a_search_alone() -> None:
     """Other commands start without it."""
-    script = "import sys, torch_locoprop.study.commands as c; sys.exit('optuna' in sys.modules)"
+    script = "import sys, torch_locoprop.study.cli.app as c; sys.exit('optuna' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.run_folder import Metrics
-from torch_locoprop.study.runner import RunResult
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Metrics
+from torch_locoprop.study.training.runner import RunResult
 
 ROOT = Path(__file__).parents[1]
 _spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "results_table.py")

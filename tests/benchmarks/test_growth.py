@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks import growth, growth_figure
 from benchmarks.growth import Size
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import costs
+from torch_locoprop.study.training.config import RunConfig
 
 BASE = Size(batch=10, width=4, depth=4, T=2)
 RANGES = {"batch": (5, 10, 20), "width": (4, 8), "depth": (4, 8), "T": (1, 2)}

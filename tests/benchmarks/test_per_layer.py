@@ -8,14 +8,14 @@ from torch import nn
 
 from benchmarks.per_layer import PerLayerLoop, stages
 from torch_locoprop import LocoProp
-from torch_locoprop.study import models
-from torch_locoprop.study.autoencoder import reconstruction_loss
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
 
 
 @pytest.mark.parametrize("local_steps", [1, 4])
 @pytest.mark.parametrize("transfer", ["tanh", "relu"])
 def test_it_equals_ours(local_steps: int, transfer: str) -> None:
-    model = models.build("12-8-5-3", transfer).double()
+    model = architectures.build("12-8-5-3", transfer).double()
     twin = copy.deepcopy(model)
     images = torch.rand(20, 12, dtype=torch.float64)
     loop = PerLayerLoop(
@@ -41,7 +41,7 @@ def test_it_equals_ours(local_steps: int, transfer: str) -> None:
 
 
 def test_the_code_is_linear_and_the_output_has_a_sigmoid_in_its_local_loss_only() -> None:
-    found = stages(models.build("6-5-4"))
+    found = stages(architectures.build("6-5-4"))
     assert [stage.linear.out_features for stage in found] == [5, 4, 5, 6]
     kinds = [(type(stage.then), type(stage.local)) for stage in found]
     assert kinds[0] == kinds[2] == (nn.Tanh, nn.Tanh)

@@ -6,7 +6,7 @@ import torch
 from benchmarks import rounding
 from torch_locoprop.fast.cpu_onednn import product
 from torch_locoprop.paper.gram import square_of
-from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.data.datasets import Dataset
 
 
 @pytest.mark.parametrize("cut", [False, True])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from torch_locoprop import LocoProp
-from torch_locoprop.study.curves import curves
+from torch_locoprop.study.data.curves import curves
 
 lightning = pytest.importorskip("lightning", reason="needs the extra 'frameworks'")
 

@@ -92,8 +92,8 @@ def test_they_are_asked_to_follow_in_every_step(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
-    place = "outer" if options else "fallback"
-    monkeypatch.setattr(f"torch_locoprop.{place}.move_state", asked.append)
+    place = "outer_optimizer" if options else "fallback_optimizer"
+    monkeypatch.setattr(f"torch_locoprop.stepping.{place}.move_state", asked.append)
     model = with_fallback()
     opt = loco(model, fallback=lambda ps: torch.optim.AdamW(ps, lr=1e-3), **options)
     cross_entropy(model(data()[0]), data()[1]).backward()

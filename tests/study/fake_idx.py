@@ -6,7 +6,7 @@ import struct
 
 import numpy as np
 
-from torch_locoprop.study.idx import IdxFile, IdxSet
+from torch_locoprop.study.data.idx import IdxFile, IdxSet
 
 SHAPES = {"train": (6, 28, 28), "test": (4, 28, 28), "train_labels": (6,), "test_labels": (4,)}
 FILES = {

@@ -7,7 +7,7 @@ import torch
 from torch import Generator, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.study.autoencoder import deep_autoencoder, entropy, reconstruction_loss
+from torch_locoprop.study.models.autoencoder import deep_autoencoder, entropy, reconstruction_loss
 
 
 def linear_layers(model: nn.Module) -> list[nn.Linear]:

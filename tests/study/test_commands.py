@@ -9,8 +9,9 @@ import pytest
 import tiny
 
 import torch_locoprop
-from torch_locoprop.study import datasets, runner
-from torch_locoprop.study.commands import shared
+from torch_locoprop.study.cli import shared
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.training import runner
 
 TINY = ["--model", "12-8-3", "--epochs", "1", "--batch-size", "15", "--device", "cpu", "--quiet"]
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from torch_locoprop.study.curves import RADIUS, SIDE, SOFTNESS, curves, paint, parabola
+from torch_locoprop.study.data.curves import RADIUS, SIDE, SOFTNESS, curves, paint, parabola
 
 
 def brightness_by_hand(points: np.ndarray, x: float, y: float) -> float:

@@ -14,10 +14,10 @@ import torch
 from fake_idx import FILES, FakeSet
 from scipy.io import savemat
 
-from torch_locoprop.study import curves_files, datasets
-from torch_locoprop.study.curves import curves
-from torch_locoprop.study.datasets import NAMES, Dataset, DatasetError, load, status
-from torch_locoprop.study.idx import IDX_SETS
+from torch_locoprop.study.data import curves_files, datasets
+from torch_locoprop.study.data.curves import curves
+from torch_locoprop.study.data.datasets import NAMES, Dataset, DatasetError, load, status
+from torch_locoprop.study.data.idx import IDX_SETS
 
 TRAIN_IMAGES = FILES["train"]
 

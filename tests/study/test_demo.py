@@ -9,15 +9,15 @@ import pytest
 import typer
 from matplotlib.image import imread
 
-from torch_locoprop.study import demo
+from torch_locoprop.study.demo import run
 from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.runner import RunResult
+from torch_locoprop.study.training.runner import RunResult
 
 NAMES = ["LocoProp-M", "LocoProp-S", "RMSProp", "Adam"]
 
 
 def tiny_demo(out: Path, seed: int = 0) -> dict[str, RunResult]:
-    results = demo.main(images=32, epochs=2, seed=seed, out=out)
+    results = run.main(images=32, epochs=2, seed=seed, out=out)
     return {label(result.config.method): result for result in results}
 
 
@@ -76,7 +76,7 @@ def test_help_and_errors_explain(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["demo", *arguments])
     with pytest.raises(SystemExit) as stop:
-        typer.run(demo.main)
+        typer.run(run.main)
     assert stop.value.code == (0 if arguments == ["--help"] else 2)
     text = "".join(capsys.readouterr())
     for word in words:
@@ -84,7 +84,7 @@ def test_help_and_errors_explain(
 
 
 def test_the_methods_differ_in_nothing_but_their_settings() -> None:
-    configs = demo.configs(epochs=3, seed=1)
+    configs = run.configs(epochs=3, seed=1)
     assert [label(config.method) for config in configs] == NAMES
     assert len({replace(each, method="sgd", settings={}).name("") for each in configs}) == 1
 
@@ -92,8 +92,8 @@ def test_the_methods_differ_in_nothing_but_their_settings() -> None:
 def test_the_settings_are_the_winners_of_the_search() -> None:
     path = Path(__file__).parents[2] / "benchmarks" / "tune_demo.json"
     record = json.loads(path.read_text())
-    assert record["epochs"] == demo.EPOCHS
-    for name, settings in demo.TUNED.items():
+    assert record["epochs"] == run.EPOCHS
+    for name, settings in run.TUNED.items():
         trials = record["methods"][label(name)]
         assert len(trials) == record["trials"]
         finite = [trial for trial in trials if trial["train_loss"] is not None]

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from fake_idx import FakeSet
 
-from torch_locoprop.study import datasets, download
-from torch_locoprop.study.datasets import DatasetError, load
-from torch_locoprop.study.download import DownloadError, fetch
-from torch_locoprop.study.idx import IDX_SETS
+from torch_locoprop.study.data import datasets, download
+from torch_locoprop.study.data.datasets import DatasetError, load
+from torch_locoprop.study.data.download import DownloadError, fetch
+from torch_locoprop.study.data.idx import IDX_SETS
 
 CONTENT = bytes(range(256)) * 1000
 RIGHT = {"file.gz": CONTENT}

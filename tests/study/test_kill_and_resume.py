@@ -11,8 +11,8 @@ import pytest
 import tiny
 import torch
 
-from torch_locoprop.study.run_folder import RunFolder
-from torch_locoprop.study.runner import result_of, run
+from torch_locoprop.study.training.run_folder import RunFolder
+from torch_locoprop.study.training.runner import result_of, run
 
 KILLS = 50
 LONGEST = 0.4
@@ -34,7 +34,7 @@ def _config() -> tiny.RunConfig:
 def test_fifty_kills_change_nothing(tmp_path: Path) -> None:
     # A server that has imported torch once forks every process: a start takes milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_locoprop.study.runner", "pytest"])
+    context.set_forkserver_preload(["torch_locoprop.study.training.runner", "pytest"])
     moments = random.Random(0)
     folders = [tmp_path / "0"]
     kills = 0

@@ -8,8 +8,8 @@ from torch import nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
-from torch_locoprop.study import models
-from torch_locoprop.study.autoencoder import deep_autoencoder, reconstruction_loss
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import deep_autoencoder, reconstruction_loss
 
 
 def linear(model: nn.Module) -> list[nn.Linear]:
@@ -26,7 +26,7 @@ def linear(model: nn.Module) -> list[nn.Linear]:
 )
 def test_presets_are_the_papers(name: str, hidden: list[int], weights: int) -> None:
     with torch.device("meta"):
-        model = deep_autoencoder(models.sizes_of(name))
+        model = deep_autoencoder(architectures.sizes_of(name))
     assert [layer.out_features for layer in linear(model)] == [*hidden, 784]
     widths = [784, *hidden, 784]
     expected = sum((n + 1) * d for n, d in pairwise(widths))
@@ -34,20 +34,20 @@ def test_presets_are_the_papers(name: str, hidden: list[int], weights: int) -> N
 
 
 def test_widths_may_be_given() -> None:
-    assert models.sizes_of("784-64-16") == (784, 64, 16)
-    shapes = [tuple(layer.weight.shape) for layer in linear(models.build("12-8-3"))]
+    assert architectures.sizes_of("784-64-16") == (784, 64, 16)
+    shapes = [tuple(layer.weight.shape) for layer in linear(architectures.build("12-8-3"))]
     assert shapes == [(8, 12), (3, 8), (8, 3), (12, 8)]
 
 
 @pytest.mark.parametrize("name", ["", "standart", "784", "784-", "784-0-3", "784-a-3", "784--3"])
 def test_other_names_are_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=r"Invalid model=.*standard, deep, wide.*784-64-16"):
-        models.sizes_of(name)
+        architectures.sizes_of(name)
 
 
-@pytest.mark.parametrize("name", models.SUITABLE)
+@pytest.mark.parametrize("name", architectures.SUITABLE)
 def test_every_transfer_stands_between_the_layers_and_is_found_by_locoprop(name: str) -> None:
-    model = models.build("12-8-6-3", name, seed=1)
+    model = architectures.build("12-8-6-3", name, seed=1)
     images = torch.rand(20, 12)
     f = transfers.get(name).f
     first, second, code, *rest = linear(model)
@@ -66,13 +66,16 @@ def test_every_transfer_stands_between_the_layers_and_is_found_by_locoprop(name:
 @pytest.mark.parametrize("name", ["softmax", "step", "gelu", "nonsense"])
 def test_transfers_that_make_no_sense_are_an_error(name: str) -> None:
     with pytest.raises(ValueError, match=f"Invalid transfer='{name}'"):
-        models.build("12-8-3", name)
+        architectures.build("12-8-3", name)
 
 
 def test_a_seed_gives_the_same_weights_for_every_transfer() -> None:
-    tanh, arctan = models.build("12-8-3", "tanh", seed=3), models.build("12-8-3", "Arctan", seed=3)
+    tanh, arctan = (
+        architectures.build("12-8-3", "tanh", seed=3),
+        architectures.build("12-8-3", "Arctan", seed=3),
+    )
     for one, other in zip(tanh.parameters(), arctan.parameters(), strict=True):
         assert torch.equal(one, other)
     assert "arctan" in repr(arctan)
-    another = models.build("12-8-3", "tanh", seed=4)
+    another = architectures.build("12-8-3", "tanh", seed=4)
     assert not torch.equal(linear(tanh)[0].weight, linear(another)[0].weight)

@@ -13,8 +13,8 @@ from torch_locoprop.paper.regularizers import L1, L2, FisherMahalanobis, Regular
 from torch_locoprop.paper.spread import spread
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS
-from torch_locoprop.study.autoencoder import deep_autoencoder, reconstruction_loss
-from torch_locoprop.study.population import GraphedPopulation, Method, Population
+from torch_locoprop.study.models.autoencoder import deep_autoencoder, reconstruction_loss
+from torch_locoprop.study.training.population import GraphedPopulation, Method, Population
 
 SIZES = (10, 8, 6, 3)
 TANH, LINEAR = transfers.Tanh(), transfers.Linear()

@@ -9,10 +9,10 @@ import pytest
 import tiny
 import torch
 
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.population_run import method_of, train_together
-from torch_locoprop.study.run_folder import Metrics
-from torch_locoprop.study.runner import run
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.population_run import method_of, train_together
+from torch_locoprop.study.training.run_folder import Metrics
+from torch_locoprop.study.training.runner import run
 
 DATA = tiny.data()
 

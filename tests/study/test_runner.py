@@ -21,15 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_locoprop import LocoProp, baselines
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.solvers.first_order import RmsProp
-from torch_locoprop.study import methods, models, runner, schedules
-from torch_locoprop.study.autoencoder import reconstruction_loss
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.datasets import Dataset
-from torch_locoprop.study.machine import matmul_precision
-from torch_locoprop.study.population_run import method_of, train_together
-from torch_locoprop.study.run_folder import Checkpoint, Metrics, RunError, RunFolder
-from torch_locoprop.study.runner import result_of, run
-from torch_locoprop.study.step import TrainingStep
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+from torch_locoprop.study.training import runner, schedules
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.machine import matmul_precision
+from torch_locoprop.study.training.population_run import method_of, train_together
+from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.runner import result_of, run
+from torch_locoprop.study.training.step import TrainingStep
 
 DATA = tiny.data()
 
@@ -88,12 +90,12 @@ def test_a_configuration_has_all_settings_and_goes_through_json() -> None:
     config = tiny.config("kfac@05", settings={"lr": 1}, transfer="ReLU")
     assert config.method == "kfac@5"
     assert config.transfer == "relu"
-    assert config.settings == {**methods.get("kfac@5").settings, "lr": 1.0}
+    assert config.settings == {**registry.get("kfac@5").settings, "lr": 1.0}
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_equal_runs_have_equal_names_and_others_do_not() -> None:
-    config, usual = tiny.config("adam"), {"lr": methods.get("adam").settings["lr"]}
+    config, usual = tiny.config("adam"), {"lr": registry.get("adam").settings["lr"]}
     assert config.name("data").startswith("curves-12-8-3-adam-")
     assert config.name("data") == tiny.config("adam", settings=usual).name("data")
     others = [
@@ -193,8 +195,8 @@ class Asked(TorchDispatchMode):
 )
 def test_the_host_asks_for_no_number_in_a_step(method: str, waits: bool) -> None:
     """What is captured as a graph cannot; K-FAC, which does, shows that it would be seen."""
-    model = models.build("12-8-3")
-    own = methods.get(method)
+    model = architectures.build("12-8-3")
+    own = registry.get(method)
     optimizer = own.build(model, {**own.settings, "weight_decay": 1e-5})
     step = TrainingStep(model, optimizer, DATA.train)
     rows = torch.arange(10)
@@ -230,7 +232,7 @@ def test_the_run_is_the_plain_loop(tmp_path: Path) -> None:
     """Every epoch's losses, from a loop written out with the schedule's formula."""
     config = tiny.config(settings={"lr": 1e-3}, warmup_epochs=2, seed=5)
     run(config, tmp_path, data=DATA)
-    model = models.build("12-8-3", seed=5)
+    model = architectures.build("12-8-3", seed=5)
     optimizer = LocoProp(model, lr=1e-3, output_transfer="sigmoid", weight_decay=1e-5)
     expected = [(float("nan"), 0.0), (0.0, 0), (0.5, 1), (0.5, 2), (0.25, 3)]
     for row, (rate, epoch) in zip(losses(tmp_path), expected, strict=True):
@@ -257,7 +259,7 @@ def test_a_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
     assert runner.epoch_seed(0, 1) != runner.epoch_seed(1, 0)
 
 
-@pytest.mark.parametrize("name", methods.names())
+@pytest.mark.parametrize("name", registry.names())
 def test_every_method_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     if name in ("soap", "psgd"):
         pytest.importorskip("pytorch_optimizer")
@@ -305,9 +307,9 @@ def _random_method(monkeypatch: pytest.MonkeyPatch) -> None:
                 parameter.grad += torch.randn_like(parameter) * np.random.random()
             super().step()
 
-    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
-    methods.register(
-        methods.Method("noisy", lambda m, s: Noisy(m.parameters(), **s), {"lr": 1e-3}, "untuned")
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+    registry.register(
+        registry.Method("noisy", lambda m, s: Noisy(m.parameters(), **s), {"lr": 1e-3}, "untuned")
     )
 
 
@@ -367,14 +369,14 @@ def test_a_run_whose_every_step_is_refused_has_diverged(tmp_path: Path) -> None:
 def test_a_matrix_that_cannot_be_factored_ends_the_run_as_diverged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
     class Mine(baselines.SGD):
         def step(self, closure: Any = None) -> Any:
             raise torch.linalg.LinAlgError("not positive-definite")
 
-    mine = methods.Method("mine", lambda m, own: Mine(m.parameters(), **own), {"lr": 0.1}, "")
-    methods.register(mine)
+    mine = registry.Method("mine", lambda m, own: Mine(m.parameters(), **own), {"lr": 0.1}, "")
+    registry.register(mine)
     result = run(tiny.config("mine"), tmp_path, data=DATA)
     assert result.diverged
     assert len(result.metrics) == 2

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torch_locoprop.study.schedules import linear
+from torch_locoprop.study.training.schedules import linear
 
 
 def test_rises_and_falls_linearly() -> None:

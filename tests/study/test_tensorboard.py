@@ -10,11 +10,11 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torch_locoprop import cli
-from torch_locoprop.study import datasets, tensorboard
-from torch_locoprop.study.commands import shared
-from torch_locoprop.study.run_folder import Metrics, RunFolder
-from torch_locoprop.study.runner import run
+from torch_locoprop.study.cli import main, shared
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.training import tensorboard
+from torch_locoprop.study.training.run_folder import Metrics, RunFolder
+from torch_locoprop.study.training.runner import run
 
 TINY = ["--model", "12-8-3", "--epochs", "4", "--batch-size", "15", "--device", "cpu", "--quiet"]
 TAGS = {
@@ -33,7 +33,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def command(*words: str) -> int:
     with pytest.raises(SystemExit) as stop:
-        cli.main(words)
+        main.main(words)
     return int(stop.value.code or 0)
 
 

@@ -16,11 +16,12 @@ import pytest
 import tiny
 import torch
 
-from torch_locoprop.study import methods, spaces, tuning
-from torch_locoprop.study.run_folder import RunFolder
-from torch_locoprop.study.runner import run
-from torch_locoprop.study.tuning import Status
-from torch_locoprop.study.tuning_folder import TuningFolder
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.training.run_folder import RunFolder
+from torch_locoprop.study.training.runner import run
+from torch_locoprop.study.tuning import campaign, spaces
+from torch_locoprop.study.tuning.campaign import Status
+from torch_locoprop.study.tuning.folder import TuningFolder
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL and flock")
 
@@ -44,15 +45,15 @@ def search(folder: str, method: str, trials: int, epoch: int | None, reached: Ev
     if epoch is None:
         reached.set()
     base = tiny.config(method, epochs=6)
-    space = spaces.of(methods.get(method), ranges={"lr": "1e-4:1e-1"})
-    tuning.tune(base, space, folder, trials=trials, population=3, data=tiny.data(), watch=watch)
+    space = spaces.of(registry.get(method), ranges={"lr": "1e-4:1e-1"})
+    campaign.tune(base, space, folder, trials=trials, population=3, data=tiny.data(), watch=watch)
 
 
 @pytest.fixture
 def context() -> ForkServerContext:
     """A server that has imported torch once forks every process: a start takes milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_locoprop.study.tuning_search", "pytest"])
+    context.set_forkserver_preload(["torch_locoprop.study.tuning.search", "pytest"])
     return context
 
 

@@ -17,15 +17,16 @@ import torch
 from torch import nn
 
 from torch_locoprop import baselines
-from torch_locoprop.study import methods, spaces, tuning
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.run_folder import RunError, RunFolder
-from torch_locoprop.study.runner import run
-from torch_locoprop.study.tuning import Status, TuningResult
-from torch_locoprop.study.tuning_folder import TuningFolder
-from torch_locoprop.study.tuning_journal import Journal
-from torch_locoprop.study.tuning_journal_file import JournalFile
-from torch_locoprop.study.tuning_search import first_pruned
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import RunError, RunFolder
+from torch_locoprop.study.training.runner import run
+from torch_locoprop.study.tuning import campaign, spaces
+from torch_locoprop.study.tuning.campaign import Status, TuningResult
+from torch_locoprop.study.tuning.folder import TuningFolder
+from torch_locoprop.study.tuning.journal import Journal
+from torch_locoprop.study.tuning.journal_file import JournalFile
+from torch_locoprop.study.tuning.search import first_pruned
 
 DATA = tiny.data()
 RANGES = {"lr": "1e-4:3e-1"}
@@ -33,9 +34,9 @@ RANGES = {"lr": "1e-4:3e-1"}
 
 def search(folder: Path, base: RunConfig | None = None, **options: Any) -> TuningResult:
     base = base or tiny.config("adam")
-    space = spaces.of(methods.get(base.method), ranges=options.pop("ranges", RANGES))
+    space = spaces.of(registry.get(base.method), ranges=options.pop("ranges", RANGES))
     options = {"trials": 6, "population": 4, "data": DATA, **options}
-    return tuning.tune(base, space, folder, **options)
+    return campaign.tune(base, space, folder, **options)
 
 
 def settings(result: TuningResult) -> list[dict[str, Any]]:
@@ -80,7 +81,7 @@ def test_the_best_is_the_lowest_and_a_configuration(tmp_path: Path) -> None:
     best = result.to_dict()["best"]
     assert best["train_loss"] == min(losses) < max(losses)
     assert result.best is not None
-    assert result.best.settings == {**methods.get("adam").settings, **best["settings"]}
+    assert result.best.settings == {**registry.get("adam").settings, **best["settings"]}
     assert RunConfig.from_dict(json.loads((tmp_path / "best.json").read_text())) == result.best
     assert rows(tmp_path) == list(result.trials)
     assert result.to_dict()["states"] == {"complete": 6}
@@ -134,7 +135,7 @@ def test_the_folder_of_a_run_is_not_that_of_a_search(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("sampler", tuning.SAMPLERS)
+@pytest.mark.parametrize("sampler", campaign.SAMPLERS)
 def test_a_sampler_learns(sampler: str, tmp_path: Path) -> None:
     """Of a space whose lower half learns nothing, the later trials avoid it."""
     base = tiny.config("adam", epochs=2)
@@ -166,7 +167,7 @@ def test_runs_one_by_one_are_in_folders_without_checkpoints(tmp_path: Path) -> N
 
 def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It trains one by one; a matrix that cannot be factored ends a trial, not the search."""
-    monkeypatch.setattr(methods, "_REGISTRY", dict(methods._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
     class Mine(baselines.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -178,7 +179,7 @@ def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def build(model: nn.Module, own: Any) -> Mine:
         return Mine(model.parameters(), **own)
 
-    methods.register(methods.Method("mine", build, {"lr": 0.1}, "untuned"))
+    registry.register(registry.Method("mine", build, {"lr": 0.1}, "untuned"))
     result = search(tmp_path, tiny.config("mine"), trials=8)
     for trial in result.trials:
         high = trial["settings"]["lr"] > 1e-2
@@ -338,7 +339,7 @@ def test_too_large_a_population_says_what_to_do(
     def full(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("torch_locoprop.study.tuning_search.train_together", full)
+    monkeypatch.setattr("torch_locoprop.study.tuning.search.train_together", full)
     with pytest.raises(RunError, match=r"4 trials at a time .* smaller --population"):
         search(tmp_path)
 
@@ -407,7 +408,7 @@ def test_optuna_is_quiet_and_left_as_it_was(
     before = optuna.logging.get_verbosity()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        for sampler in tuning.SAMPLERS:
+        for sampler in campaign.SAMPLERS:
             search(tmp_path / sampler, trials=12, sampler=sampler)
     assert [str(each.message) for each in seen] == []
     assert capfd.readouterr() == ("", "")

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.training.config import RunConfig
 
 
 def data(images: int = 40, pixels: int = 12) -> Dataset:

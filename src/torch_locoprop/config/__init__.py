@@ -1,0 +1,1 @@
+"""Settings of the optimizer: their checks, groups and components."""

@@ -1,0 +1,1 @@
+"""Faster ways to the numbers of the plain solvers."""

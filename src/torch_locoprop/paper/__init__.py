@@ -1,0 +1,1 @@
+"""The equations of the paper, as functions and small classes on tensors."""

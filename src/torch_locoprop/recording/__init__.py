@@ -1,0 +1,1 @@
+"""What forward and backward passes leave behind for a step."""

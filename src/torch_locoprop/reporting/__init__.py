@@ -1,0 +1,1 @@
+"""What the optimizer tells its user: summary, diagnostics, warnings."""

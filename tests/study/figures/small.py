@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.study.datasets import Dataset
+from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.make import Maker
 from torch_locoprop.study.figures.order import Order
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.runner import Metrics
+from torch_locoprop.study.training.runner import Metrics
 
 TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
 

@@ -10,11 +10,11 @@ import small
 import torch
 from torch import nn
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import cost_figure, cost_table, costs
 from torch_locoprop.study.figures.costs import Cost
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.figures.protocol import PROTOCOL
+from torch_locoprop.study.training.config import RunConfig
 
 LAYER = [(3, 5)]
 

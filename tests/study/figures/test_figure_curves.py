@@ -10,14 +10,14 @@ import pytest
 import small
 from matplotlib.figure import Figure
 
-from torch_locoprop.study import runner
 from torch_locoprop.study.figures import captions, catalog, curves, style
 from torch_locoprop.study.figures.catalog import LossFigure, Series
 from torch_locoprop.study.figures.curves import Drawn
 from torch_locoprop.study.figures.gather import Found
 from torch_locoprop.study.figures.protocol import PROTOCOL
-from torch_locoprop.study.run_folder import Metrics
-from torch_locoprop.study.runner import RunResult
+from torch_locoprop.study.training import runner
+from torch_locoprop.study.training.run_folder import Metrics
+from torch_locoprop.study.training.runner import RunResult
 
 ENVIRONMENT = {"machine": "NVIDIA H200", "torch": "2.11.0+cu130", "threads": 1}
 DATA = {"name": "curves", "source": "made for tests", "fingerprint": "0"}

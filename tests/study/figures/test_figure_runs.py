@@ -9,14 +9,15 @@ import pytest
 import small
 import torch
 
-from torch_locoprop.study import datasets, runner
-from torch_locoprop.study.datasets import Dataset, DatasetError
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset, DatasetError
 from torch_locoprop.study.figures import catalog, images, timings, work
 from torch_locoprop.study.figures.gather import Library, Place, where_made
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.missing import Missing
-from torch_locoprop.study.run_folder import RunError, RunFolder
-from torch_locoprop.study.runner import result_of
+from torch_locoprop.study.training import runner
+from torch_locoprop.study.training.run_folder import RunError, RunFolder
+from torch_locoprop.study.training.runner import result_of
 
 
 @pytest.fixture

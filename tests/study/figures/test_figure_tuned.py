@@ -5,9 +5,9 @@ from typing import Any
 
 import small
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.figures.tuned import is_used, with_tuned
+from torch_locoprop.study.training.config import RunConfig
 
 
 def tuned(method: str, task: dict[str, Any] | None = None, **settings: Any) -> RunConfig:

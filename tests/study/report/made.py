@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from torch_locoprop.study import models
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.datasets import Dataset
-from torch_locoprop.study.run_folder import Checkpoint, Metrics, RunFolder
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunFolder
 
 MACHINE = {"torch_locoprop": "0.1", "torch": "2.9", "python": "3.11", "machine": "m1", "threads": 1}
 
@@ -54,6 +54,6 @@ def made(
     ]
     files.write_metrics(rows)
     if checkpoint:
-        model = models.build(chosen.model, chosen.transfer, chosen.seed)
+        model = architectures.build(chosen.model, chosen.transfer, chosen.seed)
         files.write_checkpoint(Checkpoint(model.state_dict(), {}, tuple(rows)))
     return files

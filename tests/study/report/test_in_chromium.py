@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from study.report.made import MACHINE, data, made
 
-from torch_locoprop.study import datasets
+from torch_locoprop.study.data import datasets
 from torch_locoprop.study.report import gather, page
 from torch_locoprop.study.report.gallery import gallery
 from torch_locoprop.study.report.runs import Skipped, find, find_timings
-from torch_locoprop.study.run_folder import RunFolder
+from torch_locoprop.study.training.run_folder import RunFolder
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

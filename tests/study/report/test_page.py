@@ -14,13 +14,13 @@ import torch
 from matplotlib.image import imread
 from study.report.made import data, made
 
-from torch_locoprop.study import datasets
-from torch_locoprop.study.datasets import Dataset, DatasetError
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset, DatasetError
 from torch_locoprop.study.report import gather, page
 from torch_locoprop.study.report.gallery import Gallery, gallery
 from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Skipped, find
-from torch_locoprop.study.run_folder import RunFolder
+from torch_locoprop.study.training.run_folder import RunFolder
 
 ROUNDING = 0.51 / 255
 EVIL = "</script><script>alert(1)</script><!--<img src=x onerror=alert(1)>"

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch_locoprop.config.settings import unknown
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.names import label
+from torch_locoprop.study.training.config import RunConfig
 
 Settings = Mapping[str, Any]
 Loss = Literal["train_loss", "test_loss"]

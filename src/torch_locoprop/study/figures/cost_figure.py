@@ -6,13 +6,13 @@ import hashlib
 import json
 from typing import Any
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures import cost_table, costs, style
 from torch_locoprop.study.figures.catalog import entry_of
 from torch_locoprop.study.figures.order import Made, Order, Say
 from torch_locoprop.study.figures.timings import threads_told
-from torch_locoprop.study.machine import environment
-from torch_locoprop.study.population_run import without_numbers
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.machine import environment
+from torch_locoprop.study.training.population_run import without_numbers
 
 NAME = "costs"
 

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.costs import BASELINE, COMPUTATION, MEMORY, Cost, kind_of
 from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.palette import colour
+from torch_locoprop.study.methods.palette import colour
 
 HEAD = (
     "method",

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop.baselines import kfac
-from torch_locoprop.study import methods, models
-from torch_locoprop.study.autoencoder import reconstruction_loss
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.memory import peak_bytes
-from torch_locoprop.study.machine import matmul_precision
-from torch_locoprop.study.step import TrainingStep
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.machine import matmul_precision
+from torch_locoprop.study.training.step import TrainingStep
 
 Layers = Sequence[tuple[int, int]]
 
@@ -84,7 +85,7 @@ def kind_of(method: str) -> str:
 
 def layers_of(model: str) -> list[tuple[int, int]]:
     """Return `(d_in, d_out)` of every linear layer of the autoencoder."""
-    encoder = models.sizes_of(model)
+    encoder = architectures.sizes_of(model)
     widths = (*encoder, *encoder[-2::-1])
     return list(pairwise(widths))
 
@@ -134,15 +135,15 @@ def measured(config: RunConfig) -> Cost:
 
 def _prepare(config: RunConfig) -> tuple[nn.Sequential, Tensor]:
     """The model and a batch on the device. Random images do: no cost depends on what they show."""
-    pixels = models.sizes_of(config.model)[0]
+    pixels = architectures.sizes_of(config.model)[0]
     numbers = torch.Generator().manual_seed(config.seed)
     images = torch.rand(config.batch_size, pixels, generator=numbers).to(config.device)
-    return models.build(config.model, config.transfer, config.seed).to(config.device), images
+    return architectures.build(config.model, config.transfer, config.seed).to(config.device), images
 
 
 def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     settings = {**config.settings, "weight_decay": config.weight_decay}
-    return methods.get(config.method).build(model, settings)
+    return registry.get(config.method).build(model, settings)
 
 
 def _step_ms(config: RunConfig) -> float:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.population_run import without_numbers
-from torch_locoprop.study.run_folder import TIMINGS, Metrics, RunError, RunFolder
-from torch_locoprop.study.runner import RunResult
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.population_run import without_numbers
+from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.runner import RunResult
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from torch_locoprop.study import datasets
-from torch_locoprop.study.curves_files import COUNTS
-from torch_locoprop.study.datasets import Dataset, DatasetError
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.curves_files import COUNTS
+from torch_locoprop.study.data.datasets import Dataset, DatasetError
 
 PUBLISHED = "published IDX files"
 """The source of data sets whose files are checked against their published sums: one set each."""

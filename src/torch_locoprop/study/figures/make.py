@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from torch_locoprop.study import display
-from torch_locoprop.study.config import RunConfig
+from torch_locoprop.study.cli import display
 from torch_locoprop.study.figures import catalog, curves, style, timings, work
 from torch_locoprop.study.figures.captions import footer_of, subtitle_of
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
@@ -18,7 +17,8 @@ from torch_locoprop.study.figures.gather import Found, Library, environment_key
 from torch_locoprop.study.figures.missing import Missing
 from torch_locoprop.study.figures.order import Made, Order, Say
 from torch_locoprop.study.figures.tuned import is_used, with_tuned
-from torch_locoprop.study.machine import environment
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.machine import environment
 
 
 @dataclass

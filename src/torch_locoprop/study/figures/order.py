@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.training.config import RunConfig
 
 Say = Callable[[str], None]
 

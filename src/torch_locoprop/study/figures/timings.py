@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.gather import Found, Library, environment_key
+from torch_locoprop.study.training.config import RunConfig
 
 LEAST = 2
 """Epochs to time, after one that does not count: it may capture a graph and choose kernels."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
+from torch_locoprop.study.training.config import RunConfig
 
 TASK = ("dataset", "model", "transfer", "batch_size")
 """What has to agree for settings to carry over."""

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from torch_locoprop.study.config import RunConfig
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.run_folder import Metrics, RunError
-from torch_locoprop.study.runner import RunResult, run
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Metrics, RunError
+from torch_locoprop.study.training.runner import RunResult, run
 
 Watch = Callable[[Metrics], None]
 Watching = Callable[[str, int], AbstractContextManager[Watch]]

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_locoprop.study import datasets, models
-from torch_locoprop.study.datasets import Dataset, DatasetError
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset, DatasetError
+from torch_locoprop.study.models import architectures
 from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Run
 from torch_locoprop.study.report.series import Series
-from torch_locoprop.study.run_folder import RunError, RunFolder
+from torch_locoprop.study.training.run_folder import RunError, RunFolder
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _reconstructed(run: Run, originals: Tensor) -> tuple[Tensor, int]:
     checkpoint = RunFolder(run.folder).checkpoint()
     if checkpoint is None:
         raise RunError("checkpoint.pt is gone.")
-    model = models.build(run.config["model"], run.config["transfer"])
+    model = architectures.build(run.config["model"], run.config["transfer"])
     model.load_state_dict(checkpoint.model)
     return torch.sigmoid(model(originals)), len(checkpoint.metrics) - 1
 

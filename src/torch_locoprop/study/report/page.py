@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from torch_locoprop import __version__
+from torch_locoprop.study.data.safe_files import replace
 from torch_locoprop.study.report import gather
 from torch_locoprop.study.report.gallery import Gallery
 from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Run, Skipped
 from torch_locoprop.study.report.series import LOSSES, Number, Series, Spread
-from torch_locoprop.study.safe_files import replace
 
 SCRIPTS = ("curves.js", "ranking.js", "page.js")
 

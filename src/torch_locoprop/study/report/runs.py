@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch_locoprop.study.config import RunConfig
-from torch_locoprop.study.run_folder import TIMINGS, Metrics, RunError, RunFolder
-from torch_locoprop.study.runner import RunResult
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.runner import RunResult
 
 FINISHED, UNFINISHED, DIVERGED = "finished", "unfinished", "diverged"
 

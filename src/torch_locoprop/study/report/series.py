@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch_locoprop.study.palette import colour
+from torch_locoprop.study.methods.palette import colour
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
-from torch_locoprop.study.run_folder import Metrics
+from torch_locoprop.study.training.run_folder import Metrics
 
 Number = Callable[[Metrics], float]
 """A number of an epoch."""

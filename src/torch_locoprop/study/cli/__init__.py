@@ -1,0 +1,1 @@
+"""The command `locoprop`: a file for each command; `main` starts them and reports errors."""

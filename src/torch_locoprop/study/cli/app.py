@@ -1,0 +1,52 @@
+"""The commands of `locoprop`, a file each: what their options are and what they print.
+
+Results go to standard output, as text or with `--json` as JSON; progress goes to standard error.
+"""
+
+from typing import Annotated
+
+import typer
+
+from torch_locoprop import __version__
+from torch_locoprop.study.cli import options
+from torch_locoprop.study.cli.compare import compare
+from torch_locoprop.study.cli.datasets import datasets_command
+from torch_locoprop.study.cli.figure import figure
+from torch_locoprop.study.cli.report import report
+from torch_locoprop.study.cli.train import train
+from torch_locoprop.study.cli.tune import tune
+
+app = typer.Typer(
+    name="locoprop",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Train deep autoencoders with LocoProp and with the optimizers it is compared with.\n\n"
+    "[bold]locoprop compare locoprop-m adam --model 784-64-16 --epochs 10[/bold]\n"
+    "    a first look, half a minute on a CPU; [bold]locoprop report[/bold] makes a page of it",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"torch-locoprop {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+    ] = False,
+) -> None: ...
+
+
+app.command(epilog=options.METHODS)(train)
+app.command(epilog=options.METHODS)(compare)
+app.command(epilog=options.METHODS)(tune)
+app.command("datasets")(datasets_command)
+app.command()(figure)
+app.command()(report)

@@ -1,0 +1,89 @@
+"""`locoprop compare`: several methods on one task."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed, run_in
+from torch_locoprop.study.methods import registry
+
+
+def compare(
+    names: Annotated[list[str], typer.Argument(metavar="METHOD", help="The methods.")],
+    settings: options.SetOfOne = None,
+    dataset: options.DatasetName = None,
+    model: options.Model = None,
+    transfer: options.Transfer = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
+    warmup_epochs: options.Warmup = None,
+    weight_decay: options.Decay = None,
+    seed: options.Seed = None,
+    schedule: options.Schedule = None,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    out: Annotated[Path, typer.Option(help="The folder in which each run has its own.")] = Path(
+        "runs"
+    ),
+    data_dir: options.DataDir = None,
+    logs: options.TensorBoard = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train the same model with several methods and rank them.
+
+    All start from the same weights and see the same batches. Runs that are in the folder already are
+    taken from it if they are finished, and continued if they are not.
+
+    [bold]locoprop compare locoprop-m rmsprop adam -d mnist --epochs 20[/bold]
+        three methods at their own settings
+
+    [bold]locoprop compare kfac kfac@10 shampoo@10 --set kfac.lr=3e-3[/bold]
+        preconditioners renewed in every or in every tenth step, and a setting of one method
+
+    [bold]locoprop compare locoprop-s locoprop-m --set local_steps=5 --json[/bold]
+        a setting of all methods; the ranking as JSON
+    """
+    task = given_task(locals())
+    for text in settings or []:
+        owner = text.partition("=")[0].rpartition(".")[0]
+        if owner and owner not in names:
+            raise ValueError(f"Invalid --set {text}. {owner} is not among the methods to compare.")
+    configs = []
+    for name in dict.fromkeys(names):
+        own = parsed(text.removeprefix(f"{name}.") for text in settings or [] if is_for(name, text))
+        configs.append(configuration({**task, "method": name, "settings": own}))
+    for each in configs:  # the last one's mistake should not cost the hours of the others
+        registry.get(each.method).check({**each.settings, "weight_decay": each.weight_decay})
+    data = load(configs[0].dataset, data_dir, quiet)
+    results = [
+        run_in(
+            each,
+            out / each.name(data.fingerprint),
+            data,
+            data_dir,
+            quiet=quiet,
+            resume=True,
+            logs=logs,
+            others=True,
+        )
+        for each in configs
+    ]
+    results = display.ranked(results)
+    if as_json:
+        typer.echo(json.dumps([result.to_dict() for result in results]))
+    else:
+        first = results[0].config
+        console = Console()
+        console.print(
+            f"{data.title}, {first.model}, {first.transfer}, {first.epochs} epochs of batches of "
+            f"{first.batch_size}, seed {first.seed}",
+            highlight=False,
+        )
+        console.print(display.ranking(results))

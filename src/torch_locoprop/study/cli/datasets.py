@@ -1,0 +1,44 @@
+"""`locoprop datasets`: what is there, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torch_locoprop.config.settings import unknown
+from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli.shared import load
+from torch_locoprop.study.data import datasets
+
+
+def datasets_command(
+    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these.")] = None,
+    download: Annotated[
+        bool, typer.Option("--download", help="Download what is missing, and check what is there.")
+    ] = False,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Show where the data sets are, or fetch them.
+
+    [bold]locoprop datasets[/bold]
+        what is there and what is missing
+
+    [bold]locoprop datasets mnist --download[/bold]
+        fetches MNIST into the cache, once
+    """
+    for name in names or []:
+        if name not in datasets.NAMES:
+            raise ValueError(unknown("data set", name, datasets.NAMES))
+    wanted = names or list(datasets.NAMES)
+    if download:
+        for name in wanted:
+            load(name, data_dir, quiet=False)
+    statuses = [status for status in datasets.status(data_dir) if status.name in wanted]
+    if as_json:
+        typer.echo(json.dumps([status._asdict() for status in statuses]))
+    else:
+        Console().print(display.availability(statuses))

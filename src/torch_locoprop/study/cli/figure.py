@@ -1,0 +1,237 @@
+"""`locoprop figure`: the paper's figures, from runs that are there and runs that are missing."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli.display import Watch
+from torch_locoprop.study.cli.shared import INTERRUPTED, base_of
+from torch_locoprop.study.figures import catalog
+from torch_locoprop.study.figures.gather import Place
+from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.figures.order import Made, Order
+from torch_locoprop.study.figures.protocol import PROTOCOL
+from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import RunError
+
+ALL = "all"
+
+
+def figure(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Figures, or all. Without one, they are listed."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Embedded images and small models: minutes on a CPU.")
+    ] = False,
+    runs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Folders to look for runs in; new ones go into the first.  "
+            "[dim]default: runs, and results if it is there[/dim]"
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The folder of the figures.")] = Path("figures"),
+    config: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="A configuration, such as a search's best: its settings replace the method's "
+            "where data set, model, transfer and batch size agree."
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="METHOD", help="Leave out a method: shampoo@1, or shampoo."),
+    ] = None,
+    epochs: options.Epochs = None,
+    seeds: Annotated[str, typer.Option(help="Several: mean and range.")] = "0",
+    precision: options.Precision = None,
+    device: options.Device = None,
+    data_dir: options.DataDir = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, in processes.")] = 1,
+    only_existing: Annotated[
+        bool, typer.Option("--only-existing", help="Run nothing: draw what is there.")
+    ] = False,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Make the paper's figures, and a few of our own, as PNG and PDF.
+
+    Runs that are there are used, wherever and in whatever precision they were made, unless device or
+    precision is given. Unfinished ones go on, missing ones are run. Seconds come from short runs of
+    their own, one at a time, so leave the machine to them.
+
+    [bold]locoprop figure[/bold]
+        lists the figures
+
+    [bold]locoprop figure standard --quick[/bold]
+        a look at one in a minute or two; [bold]all --quick[/bold] makes every one
+
+    [bold]locoprop figure standard wide deep --jobs 6 --device cuda --precision tf32[/bold]
+        the paper's protocol on MNIST, six runs at a time on the GPU
+
+    [bold]locoprop figure relu --config tuned/adam/best.json --seeds 0,1,2[/bold]
+        settings of a search, three seeds
+
+    [bold]locoprop figure all --only-existing[/bold]
+        draws what can be drawn from runs/ and results/
+    """
+    if not names:
+        _list(as_json)
+        return
+    chosen = catalog.NAMES if ALL in names else tuple(dict.fromkeys(names))
+    for name in names:
+        if name != ALL:
+            catalog.entry_of(name)
+    for method in without or []:
+        registry.get(method)
+    folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
+    scale = QUICK if quick else PROTOCOL
+    order = Order(
+        scale=scale,
+        images=Images(data_dir, scale.images),
+        place=_place(device, precision, quick),
+        folders=tuple(folders),
+        out=out,
+        command=_command(quick, config, without, epochs, seeds, device, precision),
+        epochs=epochs,
+        seeds=_numbers(seeds),
+        tuned=tuple(RunConfig.from_dict(base_of(path, None)) for path in config or []),
+        without=tuple(without or []),
+        jobs=jobs,
+        only_existing=only_existing,
+    )
+    made, failed = _make(chosen, order, quiet)
+    _tell(made, as_json)
+    if failed:
+        raise typer.Exit(1)
+    if not any(each.files for each in made):
+        raise RunError(_nothing(order))
+
+
+def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], bool]:
+    """The figures, and whether a run failed."""
+    # matplotlib takes a while to import, and no other command needs it.
+    from torch_locoprop.study.figures.cost_figure import make_costs
+    from torch_locoprop.study.figures.make import Maker
+    from torch_locoprop.study.figures.work import using_threads
+
+    console = Console(stderr=True, highlight=False, markup=False)
+
+    def say(text: str) -> None:
+        if not quiet:
+            console.print(text, soft_wrap=True)
+
+    @contextmanager
+    def watching(name: str, epochs: int) -> Iterator[Watch]:
+        with display.watching(console, name, epochs, quiet=quiet) as watch:
+            yield watch
+
+    maker = Maker(order, watching, say)
+    try:
+        made = [_matching(order)] if "matching-loss" in names else []
+        with using_threads(order.scale.threads):
+            made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
+            made += [make_costs(order, say)] if "costs" in names else []
+    except KeyboardInterrupt:
+        console.print("Interrupted. The same command goes on where it stopped.", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    for failure in maker.failures if quiet else ():  # which is no reason to keep them quiet
+        console.print(failure, soft_wrap=True)
+    return made, bool(maker.failures)
+
+
+def _matching(order: Order) -> Made:
+    from torch_locoprop.study.figures import matching, style
+
+    entry = catalog.entry_of("matching-loss")
+    command = order.command_for(entry.name)
+    picture = matching.draw([f"Answers to the paper's {entry.paper}. Made by: {command}"])
+    return Made(entry.name, tuple(style.save(picture, order.out, entry.name)))
+
+
+def _tell(made: Sequence[Made], as_json: bool) -> None:
+    if as_json:
+        fields = ("files", "runs", "missing")
+        content = [
+            {"name": each.name, **{name: list(map(str, getattr(each, name))) for name in fields}}
+            for each in made
+        ]
+        typer.echo(json.dumps(content))
+        return
+    for each in made:
+        if each.text:
+            typer.echo(each.text)
+        if each.files:
+            typer.echo(f"{each.name}: {', '.join(map(str, each.files))}")
+
+
+def _nothing(order: Order) -> str:
+    where = " or ".join(map(str, order.folders))
+    advice = (
+        " Leave out --only-existing to run what is missing, or name the folder of the runs with --runs."
+        if order.only_existing
+        else ""
+    )
+    return f"Nothing was drawn: none of the runs asked for is in {where}.{advice}"
+
+
+def _list(as_json: bool) -> None:
+    if as_json:
+        entries = [{"name": e.name, "title": e.title, "paper": e.paper} for e in catalog.ENTRIES]
+        typer.echo(json.dumps(entries))
+        return
+    table = Table("figure", "what it shows", "in the paper")
+    for entry in catalog.ENTRIES:
+        table.add_row(entry.name, entry.title, entry.paper)
+    Console().print(table)
+
+
+def _place(device: str | None, precision: str | None, quick: bool) -> Place:
+    """Where to run. A quick look is for the CPU, so that it is the same everywhere."""
+    default = "cuda" if torch.cuda.is_available() and not quick else "cpu"
+    place = Place(device, precision, default)
+    place.on(RunConfig())  # tells at once if device and precision do not go together
+    return place
+
+
+def _numbers(seeds: str) -> tuple[int, ...]:
+    parts = seeds.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"Invalid --seeds {seeds!r}. Must be numbers >= 0, such as 0,1,2.")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def _command(
+    quick: bool,
+    config: list[Path] | None,
+    without: list[str] | None,
+    epochs: int | None,
+    seeds: str,
+    device: str | None,
+    precision: str | None,
+) -> str:
+    """How to ask for the same figure again, with NAME for its name and no path of this machine."""
+    words = ["locoprop", "figure", "NAME", *(["--quick"] if quick else [])]
+    for path in config or []:
+        words += ["--config", path.name]
+    for method in without or []:
+        words += ["--without", method]
+    for option, value in (("epochs", epochs), ("device", device), ("precision", precision)):
+        words += [] if value is None else [f"--{option}", str(value)]
+    words += [] if seeds == "0" else ["--seeds", seeds]
+    return shlex.join(words)

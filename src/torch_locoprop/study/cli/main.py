@@ -1,0 +1,94 @@
+"""The command `locoprop`: starts the commands of the study and tells errors in one sentence."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+FAILED, INTERRUPTED = 1, 130
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+"""Errors of a disk that has no room, and of a folder that takes no files."""
+
+LESS = "Use a smaller --batch-size or --model, or fewer at a time."
+"""What to do where memory runs out."""
+
+WRITTEN = ("--out", "--runs", "--tensorboard")
+"""The options that name a place to write to."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    try:
+        from torch import OutOfMemoryError
+
+        from torch_locoprop.study.cli.app import app
+        from torch_locoprop.study.data.datasets import DatasetError
+        from torch_locoprop.study.training.run_folder import RunError
+    except ImportError as error:
+        _fail(_needed(error))
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    try:
+        with warnings.catch_warnings():
+            warnings.showwarning = _warn
+            app(args=arguments, prog_name="locoprop")
+    except ModuleNotFoundError as error:
+        _fail(_needed(error))
+    except (ValueError, ImportError, DatasetError, RunError) as error:
+        _fail(str(error))
+    except OutOfMemoryError as error:
+        _fail(f"{str(error).splitlines()[0]} {LESS}")
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error):  # what torch says on a CPU
+            raise
+        _fail(f"There is not enough memory. {LESS}")
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        words = sys.argv[1:] if arguments is None else arguments
+        _fail(f"{where}{error.strerror or error}. {_advice(error, words)}".rstrip())
+
+
+def _needed(error: ImportError) -> str:
+    package = str(error.name).partition(".")[0]
+    return (
+        f"The command line needs the package {package}, which is not installed. "
+        'Install it with: pip install "torch-locoprop[study]".'
+    )
+
+
+def _advice(error: OSError, arguments: Sequence[str]) -> str:
+    """What to do about an error of the file system, or nothing."""
+    if error.errno in FULL:
+        again = "go on with --resume" if "train" in arguments[:1] else "give the same command again"
+        return f"Make room, then {again}."
+    words = [part for word in arguments for part in word.split("=", 1)]
+    path = Path(str(error.filename))
+    for option, value in pairwise(words):
+        if option in WRITTEN and (path.is_relative_to(value) or Path(value).is_relative_to(path)):
+            return f"Choose a folder that you can write to with {option}."
+    if error.errno in CLOSED and str(path) not in words:  # where a command writes unasked
+        return "Go to a folder that you can write to."
+    return ""
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """Print a warning without the line of code that it came from, which says nothing to a user."""
+    print(f"Warning: {message}", file=sys.stderr)
+
+
+def _fail(message: str) -> NoReturn:
+    """Print the message, red on a terminal, and exit."""
+    red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{red}{message}{plain}", file=sys.stderr)
+    sys.exit(FAILED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""`locoprop report`: one page over many runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_locoprop.study.cli import options
+from torch_locoprop.study.report import gather, page
+from torch_locoprop.study.report.gallery import gallery
+from torch_locoprop.study.report.runs import Skipped, find, find_timings
+from torch_locoprop.study.training.run_folder import RunError
+
+
+def report(
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folders of runs, searched to any depth; seconds come from timings if there are.  "
+            "[dim]default: runs[/dim]",
+        ),
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
+    title: Annotated[str, typer.Option(help="Its title.")] = "Deep autoencoders, method by method",
+    images: Annotated[
+        int, typer.Option(min=0, max=100, help="Test images to reconstruct; 0 for none.")
+    ] = 10,
+    data_dir: options.DataDir = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write one HTML page over many runs: curves, ranking, reconstructions, environment.
+
+    The page is one file that works without a network: send it, or put it on a screen. Runs are
+    compared within their task only; seeds of one configuration are one curve. Runs under way and runs
+    that diverged are shown as such. Seconds are those of the timings that [bold]locoprop figure[/bold]
+    makes, where there are some in the folders, and of the runs themselves elsewhere.
+
+    [bold]locoprop report[/bold]
+        report.html over all runs in runs/
+
+    [bold]locoprop report runs results/mnist-tanh-standard --out mnist.html --title "MNIST"[/bold]
+        several folders in one page
+
+    [bold]locoprop report --data-dir ~/data --images 16[/bold]
+        reconstructions, for runs that have their checkpoint, of images in a folder of your own
+
+    [bold]locoprop report --json[/bold]
+        the rankings as JSON, besides the page
+    """
+    page.plotly()  # the one thing that may be missing: better said before the work than after
+    given = folders or [Path("runs")]
+    runs, skipped = find(given)
+    if not runs:
+        raise RunError(_nothing(given, skipped))
+    tasks = gather.tasks(runs, find_timings(given))
+    galleries = [gallery(task, images, data_dir) for task in tasks]
+    page.write(out, page.page(title, tasks, galleries, skipped))
+    for folder, reason in skipped:
+        typer.echo(f"{folder} is not shown: {reason}", err=True)
+    for task, pictures in zip(tasks, galleries, strict=True):
+        for reason in pictures.missing:
+            typer.echo(f"No reconstructions for {task.title}: {reason}", err=True)
+    if as_json:
+        rankings = [
+            {
+                "task": task.about,
+                "timed_on": task.clock.machine or None,
+                "ranking": page.ranking(task),
+            }
+            for task in tasks
+        ]
+        content = page.finite({"report": str(out), "tasks": rankings})
+        typer.echo(json.dumps(content, allow_nan=False))
+    else:
+        titles = [task.title for task in tasks]
+        for task in tasks:
+            alike = titles.count(task.title) > 1
+            name = f"{task.title} · {task.details}" if alike else task.title
+            typer.echo(f"{name}: {gather.summary(task)}")
+        typer.echo(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {out}")
+
+
+def _nothing(folders: list[Path], skipped: list[Skipped]) -> str:
+    where = " or ".join(map(str, folders))
+    if skipped:
+        folder, reason = skipped[0]
+        return f"No run in {where} can be read: {folder}: {reason}"
+    return (
+        f"No runs in {where}. Make some with `locoprop compare locoprop-m rmsprop adam`, or name a "
+        "folder that has some: locoprop report FOLDER."
+    )

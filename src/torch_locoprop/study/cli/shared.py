@@ -1,0 +1,130 @@
+"""What the commands share: options as a configuration, data with a bar, a run with its progress."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
+
+from torch_locoprop.study.cli import display
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.training import tensorboard
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Metrics, RunFolder
+from torch_locoprop.study.training.runner import RunResult, result_of, run
+
+INTERRUPTED = 130
+
+TASK = (
+    *("dataset", "model", "transfer", "epochs", "batch_size", "warmup_epochs"),
+    *("weight_decay", "seed", "schedule", "precision", "device"),
+)
+
+
+def given_task(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given of the options that say the task."""
+    return {name: options[name] for name in TASK if options[name] is not None}
+
+
+def configuration(values: dict[str, Any]) -> RunConfig:
+    return RunConfig.from_dict({"device": "cuda" if torch.cuda.is_available() else "cpu", **values})
+
+
+def base_of(config: Path | None, resumed: Path | None) -> dict[str, Any]:
+    """The fields of a configuration file, or of the run that is to go on."""
+    if config is None:
+        folder = None if resumed is None else RunFolder(resumed)
+        return dict(folder.description()["config"]) if folder and folder.exists else {}
+    try:
+        content = json.loads(config.read_text())
+    except ValueError as error:
+        raise ValueError(f"{config} is not a JSON file ({error}).") from error
+    fields = content.get("config", content) if isinstance(content, dict) else None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{config} is not a configuration: it must be a JSON object.")
+    return dict(fields)
+
+
+def is_for(name: str, text: str) -> bool:
+    """Whether a setting, `KEY=VALUE` or `METHOD.KEY=VALUE`, is one of this method."""
+    return text.partition("=")[0].rpartition(".")[0] in ("", name)
+
+
+def parsed(texts: Iterable[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts as settings: numbers, true, false, null, or else words."""
+    settings = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"Invalid --set {text!r}. Must be KEY=VALUE, such as lr=1e-4.")
+        try:
+            settings[key] = json.loads(value)
+        except ValueError:
+            settings[key] = value
+    return settings
+
+
+def load(name: str, data_dir: Path | None, quiet: bool) -> Dataset:
+    """The data set, with a bar for each file that is downloaded."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        return datasets.load(name, data_dir)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bars: dict[str, TaskID] = {}
+
+        def show(file: str, here: int, total: int | None) -> None:
+            if file not in bars:
+                bars[file] = progress.add_task(file)
+            progress.update(bars[file], completed=here, total=total)
+
+        return datasets.load(name, data_dir, progress=show)
+
+
+def run_in(
+    config: RunConfig,
+    folder: Path,
+    data: Dataset,
+    data_dir: Path | None,
+    *,
+    quiet: bool,
+    resume: bool,
+    logs: Path | None = None,
+    others: bool = False,
+) -> RunResult:
+    """The run with its progress on standard error; Ctrl-C ends the program and says what to do.
+
+    With `others`, it is one run of several that the same command would go on with.
+    """
+    console = Console(stderr=True, highlight=False, markup=False)
+    there = resume and RunFolder(folder).exists and result_of(folder).finished
+    try:
+        with (
+            display.watching(console, config.method, config.epochs, quiet=quiet) as watch,
+            tensorboard.logging(logs, config, RunFolder(folder), data) as log,
+        ):
+
+            def on_epoch(row: Metrics) -> None:
+                watch(row)
+                log(row)
+
+            result = run(config, folder, resume=resume, data=data, on_epoch=on_epoch)
+    except KeyboardInterrupt:
+        words = ["locoprop", "train", "--resume", "--out", str(folder)]
+        words += [] if data_dir is None else ["--data-dir", str(data_dir)]
+        again = f"Go on with: {shlex.join(words)}"
+        if others:
+            again = "The same command goes on where it stopped."
+        console.print(f"Interrupted. {again}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if there and not quiet:
+        console.print(f"{folder} is finished already.", soft_wrap=True)
+    return result

@@ -1,0 +1,81 @@
+"""`locoprop train`: one run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli.shared import base_of, configuration, given_task, load, parsed, run_in
+from torch_locoprop.study.training.run_folder import RunFolder
+
+
+def train(
+    method: options.Method = None,
+    settings: options.Set = None,
+    dataset: options.DatasetName = None,
+    model: options.Model = None,
+    transfer: options.Transfer = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
+    warmup_epochs: options.Warmup = None,
+    weight_decay: options.Decay = None,
+    seed: options.Seed = None,
+    schedule: options.Schedule = None,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="A file to take all of the above from: config.json of another run."),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The folder of the run.  [dim]default: a name of its own in runs/[/dim]"),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run that is in the folder, if any.")
+    ] = False,
+    data_dir: options.DataDir = None,
+    logs: options.TensorBoard = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Train one model with one method; the run is a folder.
+
+    [bold]locoprop train[/bold]
+        the paper's protocol with LocoProp-M, on images of curves
+
+    [bold]locoprop train -d mnist -m adam --set lr=1e-3 --epochs 20 --out runs/adam[/bold]
+        another data set, method and setting; config.json, metrics.jsonl and checkpoint.pt in runs/adam
+
+    [bold]locoprop train --resume --out runs/adam[/bold]
+        goes on after Ctrl-C, a crash or a kill, to the same bits
+
+    [bold]locoprop train -m locoprop-s --set solver=adam --set local_steps=5[/bold]
+        any solver and number of local iterations
+
+    [bold]locoprop train --model 784-64-16 --epochs 3[/bold]
+        a small model, for a quick look
+    """
+    base = base_of(config, out if resume else None)
+    task = given_task(locals())
+    if method is not None and method != base.get("method"):
+        base.pop("settings", None)
+    own = base.get("settings", {})
+    if settings and isinstance(own, dict):  # what else it may be, the configuration refuses
+        own = {**own, **parsed(settings)}
+    chosen = configuration(
+        {**base, **task, **({"method": method} if method else {}), "settings": own}
+    )
+    data = load(chosen.dataset, data_dir, quiet)
+    folder = out or Path("runs") / chosen.name(data.fingerprint)
+    if resume and not RunFolder(folder).exists:
+        typer.echo(f"No run to go on with in {folder}: a new one begins.", err=True)
+    result = run_in(chosen, folder, data, data_dir, quiet=quiet, resume=resume, logs=logs)
+    if as_json:
+        typer.echo(json.dumps(result.to_dict()))
+    else:
+        typer.echo(display.outcome(result))

@@ -1,0 +1,220 @@
+"""`locoprop tune`: the search for a method's settings."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import shlex
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli.shared import INTERRUPTED, configuration, given_task, load, parsed
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import RunError
+from torch_locoprop.study.tuning import campaign, spaces
+from torch_locoprop.study.tuning.campaign import Status, TuningResult
+from torch_locoprop.study.tuning.folder import TuningFolder
+from torch_locoprop.study.tuning.results import best_of
+from torch_locoprop.study.tuning.spaces import Space
+
+
+def tune(
+    method: options.Method = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A setting that is not searched."),
+    ] = None,
+    ranges: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--range",
+            metavar="KEY=LOW:HIGH",
+            help="Where to search a setting, or its values: gamma=10,100,1000.  "
+            "[dim]default: the paper's, wider for some methods; tuning.json has it[/dim]",
+        ),
+    ] = None,
+    trials: Annotated[
+        int, typer.Option("--trials", "-n", help="Of all processes and calls together.")
+    ] = 64,
+    population: Annotated[
+        int, typer.Option("--population", "-k", help="Trials that train at once, as one model.")
+    ] = 8,
+    sampler: Annotated[
+        str | None,
+        typer.Option(help="tpe, or gp: a Gaussian process.  [dim]default: tpe[/dim]"),
+    ] = None,
+    pruning: Annotated[
+        bool, typer.Option(help="End trials early that are worse than the median of others.")
+    ] = True,
+    dataset: options.DatasetName = None,
+    model: options.Model = None,
+    transfer: options.Transfer = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
+    warmup_epochs: options.Warmup = None,
+    weight_decay: options.Decay = None,
+    seed: options.Seed = None,
+    schedule: options.Schedule = None,
+    precision: options.Precision = None,
+    device: options.Device = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the search.  [dim]default: a name of its own in tuning/[/dim]"
+        ),
+    ] = None,
+    data_dir: options.DataDir = None,
+    quiet: options.Quiet = False,
+    as_json: options.Json = False,
+) -> None:
+    """Search a method's settings for the lowest train loss after the last epoch.
+
+    The search is a folder. The same command goes on with it after Ctrl-C, a crash or a kill, or up to
+    more trials; given once more in another terminal, it helps. best.json has the best configuration.
+
+    [bold]locoprop tune -m adam -d mnist --epochs 20 --out tuning/adam[/bold]
+        64 trials in the paper's space, 8 at a time; the worse ones end early
+
+    [bold]locoprop tune --out tuning/adam --trials 256[/bold]
+        goes on with that search, or helps it
+
+    [bold]locoprop train --config tuning/adam/best.json --seed 1[/bold]
+        trains with the best configuration
+
+    [bold]locoprop tune -m locoprop-s --range lr=1e-6:1e-3 --range gamma=10,100 --set eps=1e-5[/bold]
+        a narrower space, and a setting that stays
+
+    [bold]locoprop tune -m kfac@10 --sampler gp --no-pruning --trials 30[/bold]
+        a Gaussian process for few costly trials, all of them to the end
+    """
+    task = given_task(locals())
+    there = TuningFolder(out).description() if out and TuningFolder(out).exists else None
+    base, space = _search(there, task, method, settings or [], ranges or [])
+    sampler = sampler or (there["sampler"] if there else "tpe")
+    data = load(base.dataset, data_dir, quiet)
+    if out is None:
+        out = Path("tuning") / _name(base, campaign.description(base, space, sampler, data))
+    console = Console(stderr=True, highlight=False, markup=False)
+    try:
+        with watching(console, base.method, quiet=quiet) as watch:
+            result = campaign.tune(
+                base,
+                space,
+                out,
+                trials=trials,
+                population=population,
+                sampler=sampler,
+                pruning=pruning,
+                data=data,
+                watch=watch,
+            )
+    except KeyboardInterrupt:
+        words = ["locoprop", "tune", "--out", str(out), "--trials", str(trials)]
+        words += [] if population == 8 else ["--population", str(population)]
+        words += [] if pruning else ["--no-pruning"]
+        words += [] if data_dir is None else ["--data-dir", str(data_dir)]
+        console.print(f"Interrupted. Go on with: {shlex.join(words)}", soft_wrap=True)
+        raise typer.Exit(INTERRUPTED) from None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        raise RunError(
+            f"{error.filename}: {error.strerror}. Make room, then give the same command again."
+        ) from error
+    typer.echo(json.dumps(result.to_dict()) if as_json else _outcome(result))
+    if result.best is None:
+        raise RunError(
+            f"No trial of {len(result.trials)} came to its end with a finite loss. Search elsewhere: "
+            "smaller learning rates, --range lr=LOW:HIGH, in another folder."
+        )
+
+
+def _search(
+    there: dict[str, Any] | None,
+    task: dict[str, Any],
+    method: str | None,
+    settings: list[str],
+    ranges: list[str],
+) -> tuple[RunConfig, Space]:
+    """The task and the space: those of the folder, unless the command says others."""
+    config = dict(there["config"]) if there else {}
+    if there and not (method or settings or ranges):
+        space = {name: spaces.from_dict(domain) for name, domain in there["space"].items()}
+        return configuration({**config, **task}), space
+    chosen = registry.get(method or config.get("method") or "locoprop-m")
+    fixed = parsed(settings)
+    base = configuration({**config, **task, "method": chosen.name, "settings": fixed})
+    pairs = {}
+    for text in ranges:
+        key, equals, value = text.partition("=")
+        if not (key and equals and value):
+            raise ValueError(
+                f"Invalid --range {text!r}. Must be KEY=LOW:HIGH, such as lr=1e-4:1e-1."
+            )
+        pairs[key] = value
+    return base, spaces.of(chosen, ranges=pairs, fixed=fixed)
+
+
+def _name(base: RunConfig, description: dict[str, Any]) -> str:
+    """A short name for the search; no other search has it."""
+    own = {name: value for name, value in description.items() if name != "environment"}
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
+    return f"{base.dataset}-{base.model}-{base.method}-{digest}"
+
+
+@contextmanager
+def watching(console: Console, name: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
+    """Give what shows the search: a bar on a terminal, a line for new trials elsewhere, or nothing."""
+    if quiet:
+        yield lambda status: None
+    elif console.is_terminal:
+        with display.bar(console, name) as show:
+            yield lambda status: show(status.finished, status.trials, _now(status))
+    else:
+        shown = -1
+
+        def line(status: Status) -> None:
+            nonlocal shown
+            if status.finished > shown:
+                shown = status.finished
+                console.print(
+                    f"{name}  {status.finished}/{status.trials} trials  {_best(status)}".rstrip(),
+                    soft_wrap=True,
+                )
+
+        yield line
+
+
+def _best(status: Status) -> str:
+    return "" if status.best is None else f"best train {status.best:.3f}"
+
+
+def _now(status: Status) -> str:
+    running = f"{status.running} at epoch {status.epoch}/{status.epochs}" if status.running else ""
+    return "  ".join(text for text in (_best(status), running) if text)
+
+
+def _outcome(result: TuningResult) -> str:
+    """The best trial, the others in numbers, and what to do with it."""
+    states = ", ".join(f"{count} {state}" for state, count in result.to_dict()["states"].items())
+    best = best_of(result.trials)
+    if best is None or result.best is None:
+        return f"{states}: {result.folder}"
+    found = " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in best["settings"].items()
+    )
+    file = shlex.quote(str(result.folder / "best.json"))
+    return (
+        f"{result.best.method}: train loss {best['train_loss']:.3f}, test loss "
+        f"{best['test_loss']:.3f} in trial {best['number']} ({states}): {found}\n"
+        f"Train with it: locoprop train --config {file}"
+    )

@@ -1,0 +1,85 @@
+"""CURVES as arrays: the genuine images from `digs3pts_1.mat`, or generated ones, kept in a cache."""
+
+import hashlib
+import os
+from contextlib import suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import numpy.typing as npt
+
+from torch_locoprop.study.data.curves import BLOCK, SIDE, Bytes, Floats, draw
+
+GENUINE = "digs3pts_1.mat"
+"""The original file; its matrices `bdata` and `bdatatest` hold the images to train and test on."""
+
+COUNTS = {"bdata": 20000, "bdatatest": 10000}
+"""Images to train on and to test on, under their names in the genuine file."""
+
+SEED = 2006
+DIGEST = hashlib.sha256().digest_size
+
+
+def read_mat(path: Path) -> tuple[Floats, Floats]:
+    """Return the images to train and to test on, or raise ValueError, saying what is wrong.
+
+    Raises ImportError without scipy.
+    """
+    from scipy.io import loadmat  # type: ignore[import-untyped]
+
+    try:
+        matrices = loadmat(path, variable_names=list(COUNTS))
+    except Exception as error:  # scipy has a different one for every way a file can be broken
+        raise ValueError(f"is not a MATLAB file that scipy can read ({error})") from error
+    train, test = (_images(matrices, name) for name in COUNTS)
+    return train, test
+
+
+def _images(matrices: dict[str, npt.NDArray[np.generic]], name: str) -> Floats:
+    if name not in matrices:
+        raise ValueError(f"has no matrix {name}")
+    matrix = np.asarray(matrices[name])
+    shape = (COUNTS[name], SIDE * SIDE)
+    if matrix.shape != shape:
+        raise ValueError(f"has a matrix {name} of shape {matrix.shape}, not {shape}")
+    if matrix.dtype.kind not in "buif" or not (matrix.min() >= 0 and matrix.max() <= 1):
+        raise ValueError(f"has a matrix {name} with other entries than numbers in [0, 1]")
+    return np.ascontiguousarray(matrix, dtype=np.float32)
+
+
+def generated(cache: Path) -> tuple[Bytes, Bytes]:
+    """Return the generated images to train and to test on, from the cache if they are there.
+
+    The cache is the SHA-256 of the images and then the images. A file that is corrupt or from
+    another version of the generator is replaced; a folder that cannot be written to does no harm.
+    """
+    train, test = COUNTS.values()
+    images = _from_cache(cache, train + test)
+    if images is None:
+        images = draw(train + test, seed=SEED)
+        _store(cache, images.tobytes())
+    return images[:train], images[train:]
+
+
+def _from_cache(cache: Path, count: int) -> Bytes | None:
+    """Return so many images if the cache has them, whole and as they would be drawn today."""
+    try:
+        content = cache.read_bytes()
+    except OSError:
+        return None
+    digest, pixels = content[:DIGEST], content[DIGEST:]
+    if len(pixels) != count * SIDE * SIDE or hashlib.sha256(pixels).digest() != digest:
+        return None
+    images = np.frombuffer(pixels, np.uint8).reshape(count, SIDE * SIDE)
+    probe = min(count, BLOCK)
+    return images if np.array_equal(images[:probe], draw(probe, seed=SEED)) else None
+
+
+def _store(cache: Path, pixels: bytes) -> None:
+    with suppress(OSError):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=cache.parent) as scratch:
+            whole = Path(scratch, cache.name)
+            whole.write_bytes(hashlib.sha256(pixels).digest() + pixels)
+            os.replace(whole, cache)

@@ -1,0 +1,248 @@
+"""The study's data sets by name: images of 28 x 28 pixels as rows of 784 numbers in [0, 1].
+
+    from torch_locoprop.study import datasets
+
+    images = datasets.load("mnist").train    # [60000, 784], float32
+
+`curves` needs no file: its images are generated, unless the genuine `digs3pts_1.mat` is found. The
+files of `mnist` and `fashion-mnist` are downloaded once, unless they are found. Every file is looked
+for, first in the subfolder with the data set's name and then in the folder itself, in `data_dir`
+(`--data-dir`) and in the folder that `TORCH_LOCOPROP_DATA` names; then in Debian's folder for data
+sets and in the cache. A file that is found and is not the published one is an error, never skipped.
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torch_locoprop.config.settings import unknown
+from torch_locoprop.study.data.curves import curves
+from torch_locoprop.study.data.curves_files import GENUINE, SEED, generated, read_mat
+from torch_locoprop.study.data.download import DownloadError, Progress, fetch
+from torch_locoprop.study.data.idx import IDX_SETS, IdxFile
+
+NAMES = ("curves", *IDX_SETS)
+
+VARIABLE = "TORCH_LOCOPROP_DATA"
+"""The environment variable that names a folder with data."""
+
+DEBIAN = Path("/usr/share/datasets")
+"""Where Debian's packages such as dataset-fashion-mnist install their files."""
+
+IMAGES = {"train", "test"}
+"""The files of a data set that it cannot do without."""
+
+ELSEWHERE = f"name a folder that has it with --data-dir or {VARIABLE}"
+
+
+class DatasetError(RuntimeError):
+    """Data that is missing, broken or not what it should be; the message says what to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """Images `[N, 784]`, float32 in [0, 1], their labels `[N]`, int64, if any, and their origin."""
+
+    name: str
+    train: Tensor
+    test: Tensor
+    source: str  # what the images are, not where on this machine they were found
+    train_labels: Tensor | None = None
+    test_labels: Tensor | None = None
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hexadecimal digits of the SHA-256 of all images: equal for equal data only."""
+        digest = hashlib.sha256()
+        for images in (self.train, self.test):
+            digest.update(repr(tuple(images.shape)).encode())
+            digest.update(images.cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+    @property
+    def title(self) -> str:
+        """The name with what tells data sets of the same name apart: `curves (generated)`."""
+        return f"{self.name} ({self.source})" if self.name == "curves" else self.name
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What a result has to record of its data, so that it is compared with its like only."""
+        return {"name": self.name, "source": self.source, "fingerprint": self.fingerprint}
+
+
+class Status(NamedTuple):
+    """Whether a data set can be loaded without a download, and where it is or what is missing."""
+
+    name: str
+    ready: bool
+    detail: str
+
+
+def load(
+    name: str,
+    data_dir: Path | None = None,
+    download: bool = True,
+    progress: Progress | None = None,
+) -> Dataset:
+    """Return the data set, downloading what is not found if `download`, with calls to `progress`."""
+    if name not in NAMES:
+        raise ValueError(unknown("data set", name, NAMES))
+    folders = _folders(name, data_dir)
+    if name == "curves":
+        return _load_curves(folders)
+    return _load_idx(name, folders, download, progress)
+
+
+def some_curves(train: int, test: int, seed: int = SEED) -> Dataset:
+    """Return so many generated curves to train and to test on: of `curves`, or at another seed."""
+    images = curves(train + test, seed=seed)
+    of = "" if seed == SEED else f" at seed {seed}"
+    return Dataset(
+        "curves", images[:train], images[train:], f"the first {len(images)} generated{of}"
+    )
+
+
+def status(data_dir: Path | None = None) -> list[Status]:
+    """Return where each data set is or what is missing of it; contents are not looked at."""
+    return [
+        (_status_curves if name == "curves" else _status_idx)(name, _folders(name, data_dir))
+        for name in NAMES
+    ]
+
+
+def cache_dir() -> Path:
+    """Return the folder for what is downloaded and generated; it need not exist."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "torch-locoprop"
+
+
+def _folders(name: str, data_dir: Path | None) -> list[Path]:
+    """Return the folders that may hold the data set, the first to be asked first."""
+    given = []
+    if data_dir is not None:
+        given.append(("--data-dir", Path(data_dir)))
+    if os.environ.get(VARIABLE):
+        given.append((VARIABLE, Path(os.environ[VARIABLE])))
+    for origin, folder in given:
+        if not folder.is_dir():
+            raise DatasetError(f"{folder}, given by {origin}, is not a folder. Name one that is.")
+    pairs = ((folder / name, folder) for _, folder in given)
+    return [*(folder for pair in pairs for folder in pair), DEBIAN / name, cache_dir() / name]
+
+
+def _load_curves(folders: list[Path]) -> Dataset:
+    path = _genuine_curves(folders)
+    if path is None:
+        train, test = map(_unit, generated(_curves_cache()))
+        return Dataset("curves", train, test, "generated")
+    try:
+        train, test = map(torch.from_numpy, read_mat(path))
+    except ImportError as error:
+        raise DatasetError(
+            f"{path} takes scipy to read. Install it with: pip install 'torch-locoprop[study]'; "
+            "or move the file away to have images generated instead."
+        ) from error
+    except ValueError as error:
+        raise DatasetError(
+            f"{path} {error}. Replace it by the genuine file, or move it away to have images "
+            "generated instead."
+        ) from error
+    return Dataset("curves", train, test, GENUINE)
+
+
+def _genuine_curves(folders: list[Path]) -> Path | None:
+    return next((folder / GENUINE for folder in folders if (folder / GENUINE).is_file()), None)
+
+
+def _curves_cache() -> Path:
+    return cache_dir() / "curves" / "generated.bin"
+
+
+def _status_curves(name: str, folders: list[Path]) -> Status:
+    path = _genuine_curves(folders)
+    if path is not None:
+        return Status(name, True, f"genuine: {path}")
+    cache = _curves_cache()
+    return Status(
+        name, True, f"generated: {cache if cache.exists() else 'on first use, in seconds'}"
+    )
+
+
+def _load_idx(name: str, folders: list[Path], download: bool, progress: Progress | None) -> Dataset:
+    files = IDX_SETS[name].files
+    paths = {role: path for role, file in files.items() if (path := file.find(folders))}
+    missing = [role for role in files if role not in paths]
+    # Labels alone are no reason to download: a folder with just the images is enough to study them.
+    if not IMAGES.isdisjoint(missing):
+        if not download:
+            names = ", ".join(files[role].name for role in missing)
+            raise DatasetError(
+                f"{name}: {names} not found, plain or .gz, in {', '.join(map(str, folders))}. "
+                f"Allow the download, or {ELSEWHERE}."
+            )
+        # Images last: an interrupted download is not taken for a folder with just the images.
+        for role in sorted(missing, key=IMAGES.__contains__):
+            paths[role] = _download(name, files[role], progress)
+    arrays = {role: _read(name, files[role], path) for role, path in paths.items()}
+    labels = {
+        role: torch.from_numpy(array.astype(np.int64))
+        for role, array in arrays.items()
+        if role not in IMAGES
+    }
+    return Dataset(
+        name, _unit(arrays["train"]), _unit(arrays["test"]), "published IDX files", **labels
+    )
+
+
+def _download(name: str, file: IdxFile, progress: Progress | None) -> Path:
+    """Return the path of the file in the cache, where it has been downloaded to."""
+    path = cache_dir() / name / f"{file.name}.gz"
+    urls = [mirror + path.name for mirror in IDX_SETS[name].mirrors]
+    try:
+        fetch(urls, path, file.read, progress)
+    except DownloadError as error:
+        raise DatasetError(
+            f"{name}: {path.name} could not be downloaded ({error}). "
+            f"Try again when there is a connection, or {ELSEWHERE}."
+        ) from error
+    except OSError as error:
+        raise DatasetError(
+            f"{path} cannot be written ({error.strerror}). "
+            f"Set XDG_CACHE_HOME to a folder with room for it, or {ELSEWHERE}."
+        ) from error
+    return path
+
+
+def _read(name: str, file: IdxFile, path: Path) -> npt.NDArray[np.uint8]:
+    try:
+        return file.read(path)
+    except ValueError as error:
+        raise DatasetError(
+            f"{path} {error}. It is not the file of {name}: delete it or move it away to have it "
+            f"downloaded, or {ELSEWHERE}."
+        ) from error
+
+
+def _status_idx(name: str, folders: list[Path]) -> Status:
+    files = IDX_SETS[name].files
+    paths = {file.name: file.find(folders) for role, file in files.items() if role in IMAGES}
+    missing = [file for file, path in paths.items() if path is None]
+    if missing:
+        return Status(name, False, f"missing, downloaded on first use: {', '.join(missing)}")
+    parents = dict.fromkeys(str(path.parent) for path in paths.values() if path)
+    return Status(name, True, ", ".join(parents))
+
+
+def _unit(pixels: npt.NDArray[np.uint8]) -> Tensor:
+    """Return bytes `[N, ...]` as float32 in [0, 1], `[N, 784]`."""
+    images = pixels.reshape(len(pixels), -1).astype(np.float32)
+    images /= 255
+    return torch.from_numpy(images)

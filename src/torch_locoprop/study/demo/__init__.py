@@ -1,0 +1,1 @@
+"""The demo: a few methods train one small autoencoder side by side."""

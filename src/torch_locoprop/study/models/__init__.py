@@ -1,0 +1,1 @@
+"""The autoencoders of the study, by name or by their widths."""

@@ -1,0 +1,83 @@
+"""The study's models by name: presets or a string of widths, with any transfer of the table.
+
+Weights depend on the seed alone: they are drawn on the CPU, whatever the device they train on.
+"""
+
+import torch
+from torch import Generator, Tensor, nn
+
+from torch_locoprop.paper import transfers
+from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.study.models.autoencoder import deep_autoencoder
+
+PRESETS: dict[str, tuple[int, ...]] = {
+    "standard": (784, 1000, 500, 250, 30),
+    "deep": (784, 1000, *(8 * [500]), 250, 30),
+    "wide": (784, 4000, 2000, 1000, 120),
+}
+"""The paper's models, as widths from the input to the code; the decoder mirrors them."""
+
+UNSUITABLE = {
+    "softmax": "It ties the units of a layer to each other",
+    "step": "It is flat, so no gradient passes through it",
+}
+"""Transfers that the table has and that cannot stand between two layers, and why."""
+
+SUITABLE = tuple(name for name in transfers.NAMES if name not in UNSUITABLE)
+
+TORCH: dict[str, type[nn.Module]] = {
+    **{"tanh": nn.Tanh, "relu": nn.ReLU, "softplus": nn.Softplus},
+    **{"elu": nn.ELU, "selu": nn.SELU, "celu": nn.CELU},
+}
+"""torch's modules, where the table's formula takes several operations: LocoProp looks for one."""
+
+
+class Elementwise(nn.Module):
+    """A transfer of the table as a module."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        super().__init__()
+        self.transfer = transfer
+
+    def forward(self, a: Tensor) -> Tensor:
+        return self.transfer.f(a)
+
+    def extra_repr(self) -> str:
+        return self.transfer.name
+
+
+def sizes_of(model: str) -> tuple[int, ...]:
+    """Return the widths, input to code, of a preset or of a string such as `784-64-16`."""
+    if model in PRESETS:
+        return PRESETS[model]
+    widths = model.split("-")
+    if len(widths) < 2 or not all(width.isdecimal() and int(width) > 0 for width in widths):
+        raise ValueError(
+            f"Invalid model={model!r}. Must be one of {', '.join(PRESETS)}, or two or more "
+            "positive widths from the input to the code, such as 784-64-16."
+        )
+    return tuple(map(int, widths))
+
+
+def transfer_between(name: str) -> Transfer:
+    """Return the transfer of that name, if it can stand between two layers."""
+    if name.lower().replace("-", "_") not in (*transfers.NAMES, *transfers.NON_MONOTONE):
+        raise ValueError(f"Invalid transfer={name!r}. Must be one of {', '.join(SUITABLE)}.")
+    transfer = transfers.get(name)
+    if transfer.name in UNSUITABLE:
+        raise ValueError(
+            f"Invalid transfer={name!r}. {UNSUITABLE[transfer.name]}: it cannot stand between "
+            f"layers. Use one of {', '.join(SUITABLE)}."
+        )
+    return transfer
+
+
+def build(model: str, transfer: str = "tanh", seed: int = 0) -> nn.Sequential:
+    """Return the untrained model on the CPU, with the paper's initialisation."""
+    sizes, between = sizes_of(model), transfer_between(transfer)
+    with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from the global one
+        return deep_autoencoder(
+            sizes,
+            transfer=TORCH.get(between.name, lambda: Elementwise(between)),
+            generator=Generator().manual_seed(seed),
+        )

@@ -1,0 +1,121 @@
+"""What makes a run the run it is: the task, the method with all its settings, and the seed.
+
+Two runs with equal configurations, on equal data and the same machine, end in the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from torch_locoprop.config.settings import check_number, unknown
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training import schedules
+
+PRECISIONS = ("fp32", "tf32", "bf16")
+DEVICES = ("cpu", "cuda")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The paper's protocol, unless told otherwise.
+
+    Args:
+        method: a name of :mod:`~torch_locoprop.study.methods.registry`.
+        settings: the method's, where they are not its defaults; here all of them end up.
+        dataset: a name of :mod:`~torch_locoprop.study.data.datasets`, or of data of your own.
+        model: ``standard``, ``deep``, ``wide``, or widths from the input to the code: ``784-64-16``.
+        transfer: what stands between the layers: ``tanh``, ``relu``, ...
+        epochs: passes over the images.
+        batch_size: images in a step.
+        warmup_epochs: epochs in which the learning rate rises; at most half of all are taken.
+        weight_decay: decoupled, of weights, the same for every method.
+        seed: of the weights and of the order of the images.
+        schedule: ``paper``, constant within an epoch; ``linear``, a line through all steps.
+        precision: of matrix products: ``fp32``, or ``tf32`` on a GPU; ``bf16`` is ``tf32`` with
+            LocoProp's local products in bfloat16.
+        device: ``cpu`` or ``cuda``; CUDA_VISIBLE_DEVICES tells which GPU.
+    """
+
+    method: str = "locoprop-m"
+    settings: dict[str, Any] = field(default_factory=dict)
+    dataset: str = "curves"
+    model: str = "standard"
+    transfer: str = "tanh"
+    epochs: int = 100
+    batch_size: int = 1000
+    warmup_epochs: int = 5
+    weight_decay: float = 1e-5
+    seed: int = 0
+    schedule: str = "paper"
+    precision: str = "fp32"
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("method", "dataset", "model", "transfer"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be a name.")
+        if not isinstance(self.settings, dict):
+            raise ValueError(f"Invalid settings={self.settings!r}. Must be names with values.")
+        method = registry.get(self.method)
+        settings, transfer = (
+            method.resolve(self.settings),
+            architectures.transfer_between(self.transfer),
+        )
+        canonical = {"method": method.name, "settings": settings, "transfer": transfer.name}
+        for name, value in canonical.items():
+            object.__setattr__(self, name, value)
+        architectures.sizes_of(self.model)
+        for name, least in (("epochs", 1), ("batch_size", 1), ("warmup_epochs", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= {least}.")
+        if self.seed >= 2**63:
+            raise ValueError(f"Invalid seed={self.seed}. Must be below 2**63.")
+        check_number("weight_decay", self.weight_decay, 0.0, True, float("inf"))
+        if self.device not in DEVICES:
+            raise ValueError(
+                f"Unknown device {self.device!r}. Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which "
+                "GPU."
+            )
+        choices = {"schedule": schedules.NAMES, "precision": PRECISIONS}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(unknown(name, getattr(self, name), known))
+        if self.precision != "fp32" and self.device != "cuda":
+            raise ValueError(
+                f"precision={self.precision!r} is for GPUs. Use device='cuda', or precision='fp32'."
+            )
+        if self.precision == "bf16" and "local_steps" not in settings:
+            raise ValueError(
+                f"precision='bf16' is for local problems, and {method.name} has none. Use "
+                "precision='tf32'."
+            )
+
+    @property
+    def local_products(self) -> str:
+        """The optimizer's setting of that name."""
+        return "bf16" if self.precision == "bf16" else "full"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as JSON knows them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Return the configuration with these fields, and the defaults for the others."""
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                raise ValueError(unknown("field of a configuration", name, known))
+        return cls(**values)
+
+    def name(self, fingerprint: str) -> str:
+        """Return a short name for the run on the data with this fingerprint; no other run has it."""
+        whole = json.dumps({**self.to_dict(), "data": fingerprint}, sort_keys=True)
+        digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
+        return f"{self.dataset}-{self.model}-{self.method}-{digest}"

@@ -1,0 +1,200 @@
+"""Runs that differ in nothing but numbers, trained together as one population.
+
+    from torch_locoprop.study.population_run import train_together
+
+    metrics = train_together([RunConfig("adam", {"lr": lr}) for lr in (1e-4, 1e-3, 1e-2)])
+
+Every member sees the batches, the schedule and the rule of divergence of a run of its own
+(``runner``) and has its losses, up to rounding. Nothing is written to disk.
+Images and weights stay on the device, and the host waits for it once an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Generator, Tensor
+
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.transfers import Linear, Sigmoid, Transfer
+from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.solvers import SOLVERS, FirstOrder
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training import schedules
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.machine import (
+    forget_peak,
+    matmul_precision,
+    memory_mib,
+    own_randomness,
+)
+from torch_locoprop.study.training.population import NUMBERS, GraphedPopulation, Method, Population
+from torch_locoprop.study.training.run_folder import Metrics
+from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
+
+FIRST_ORDER = tuple(name for name, solver in SOLVERS.items() if isinstance(solver, FirstOrder))
+"""The first-order methods. Each is a single local iteration with γ = 1, of any BackProp variant."""
+
+Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
+"""From the members' new lines of the metrics to the members that are to end here."""
+
+
+def method_of(config: RunConfig) -> Method | None:
+    """Return what members like this one share, or None if they cannot be trained together."""
+    settings = config.settings
+    if config.method in FIRST_ORDER:
+        return Method(VARIANTS["locoprop-s"], SOLVERS[config.method], 1, "constant")
+    if config.method not in VARIANTS:
+        return None
+    solver = SOLVERS.get(settings["solver"])
+    regularizer = REGULARIZERS.get(settings["regularizer"] or "none")
+    if not isinstance(solver, FirstOrder) or regularizer is None:
+        return None
+    return Method(
+        VARIANTS[config.method],
+        solver,
+        settings["local_steps"],
+        settings["local_decay"],
+        regularizer,
+        settings["local_reduction"],
+        config.local_products,
+    )
+
+
+def without_numbers(config: RunConfig) -> RunConfig:
+    """Return what must be equal of the members of one population."""
+    same = {name: 0.0 if name in NUMBERS else value for name, value in config.settings.items()}
+    return replace(config, settings=same, weight_decay=0.0)
+
+
+def train_together(
+    configs: Sequence[RunConfig],
+    data: Dataset | None = None,
+    on_epoch: Stop = lambda rows: (),
+) -> list[tuple[Metrics, ...]]:
+    """Train all of them and return the metrics of each.
+
+    `on_epoch` is called with the lines of the members that are still training, by their places in
+    `configs`, and returns those that are to end early; members that diverge end by themselves.
+    """
+    if not configs or any(without_numbers(c) != without_numbers(configs[0]) for c in configs):
+        raise ValueError(
+            f"{len(configs)} configurations that cannot be trained together. Give one or more that "
+            f"differ in nothing but {', '.join(NUMBERS)}."
+        )
+    method = method_of(configs[0])
+    if method is None:
+        raise ValueError(
+            f"{configs[0].method} with these settings has no population. Train each configuration "
+            "by itself with torch_locoprop.study.training.runner.run."
+        )
+    data = datasets.load(configs[0].dataset) if data is None else data
+    check_data(configs[0], data)
+    with matmul_precision(configs[0].precision), own_randomness(configs[0].device):
+        training = _Training(configs, method, data)
+        ended: Collection[int] = on_epoch(training.evaluate(0.0))
+        while training.go_on_without(ended):
+            ended = on_epoch(training.epoch())
+    return [tuple(rows) for rows in training.metrics]
+
+
+class _Training:
+    """The population on its device, and the metrics so far."""
+
+    def __init__(self, configs: Sequence[RunConfig], method: Method, data: Dataset) -> None:
+        self.config = config = configs[0]
+        self.device = torch.device(config.device)
+        self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
+        model = architectures.build(config.model, config.transfer, config.seed).to(self.device)
+        population = Population(
+            [model] * len(configs), transfers_of(config), method, [numbers_of(c) for c in configs]
+        )
+        self.steps = GraphedPopulation(population, self.train, config.batch_size)
+        self.members = list(range(len(configs)))  # that still train, in the population's order
+        self.rate = schedules.rate(
+            config.schedule,
+            epochs=config.epochs,
+            warmup_epochs=config.warmup_epochs,
+            steps=math.ceil(len(self.train) / config.batch_size),
+        )
+        self.metrics: list[list[Metrics]] = [[] for _ in configs]
+        self.epochs = 0
+        forget_peak(self.device)
+
+    def go_on_without(self, ended: Collection[int]) -> bool:
+        """Drop these members and those that diverged; say whether there is an epoch to train."""
+        stay = [
+            place
+            for place, member in enumerate(self.members)
+            if member not in ended and not self.metrics[member][-1].diverged
+        ]
+        if not stay or self.epochs == self.config.epochs:
+            return False
+        if len(stay) < len(self.members):
+            self.steps.keep(stay)
+            self.members = [self.members[place] for place in stay]
+        return True
+
+    def epoch(self) -> dict[int, Metrics]:
+        """Train for the next epoch and return each member's line of the metrics."""
+        seed = epoch_seed(self.config.seed, self.epochs)
+        order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
+        skipped = self.steps.population.skips.clone()
+        began = time.perf_counter()
+        parts = torch.split(order.to(self.device), self.config.batch_size)
+        for step, rows in enumerate(parts):
+            self.steps.step(rows, self.rate(self.epochs, step))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.epochs += 1
+        seconds = (time.perf_counter() - began) / len(self.members)
+        # As in a run alone: where no layer took a single solution, the model stands still.
+        still = (self.steps.population.skips - skipped).amin(0) == len(parts)
+        return self.evaluate(seconds, still)
+
+    def evaluate(self, seconds: float, still: Tensor | None = None) -> dict[int, Metrics]:
+        """Return the next lines of the metrics; `seconds` is each member's share of the time."""
+        broken = self._broken()
+        ended = torch.zeros_like(broken) if still is None else still.to(broken.dtype)
+        found = torch.stack([*self._losses(), broken, ended]).tolist()  # the one synchronisation
+        memory = memory_mib(self.device)
+        lines = {}
+        for member, train_loss, test_loss, no_number, stuck in zip(
+            self.members, *found, strict=True
+        ):
+            rows = self.metrics[member]
+            loss = math.nan if no_number else train_loss
+            first = rows[0].train_loss if rows else loss
+            diverged = bool(stuck) or not loss <= DIVERGED * first or not math.isfinite(loss)
+            before = rows[-1].seconds if rows else 0.0
+            line = Metrics(len(rows), loss, test_loss, before + seconds, memory, diverged)
+            rows.append(line)
+            lines[member] = line
+        return lines
+
+    def _losses(self) -> list[Tensor]:
+        return [self.steps.population.losses(images) for images in (self.train, self.test)]
+
+    def _broken(self) -> Tensor:
+        """Whose weights alone would not be finite: the plain methods have no step that is skipped."""
+        skipped = self.steps.population.skipped.double()
+        return skipped if self.config.method in FIRST_ORDER else torch.zeros_like(skipped)
+
+
+def transfers_of(config: RunConfig) -> tuple[Transfer, ...]:
+    """Return the transfer behind each linear layer of the model; the sigmoid is the loss's."""
+    layers = len(architectures.sizes_of(config.model)) - 1
+    between = [architectures.transfer_between(config.transfer)] * (layers - 1)
+    return (*between, Linear(), *between, Sigmoid())
+
+
+def numbers_of(config: RunConfig) -> dict[str, float]:
+    """Return the numbers of a member."""
+    own = {name: config.settings[name] for name in NUMBERS if name in config.settings}
+    return {"gamma": 1.0, **own, "weight_decay": config.weight_decay}

@@ -1,0 +1,286 @@
+"""One training run, from its configuration to a folder of results, interrupted at will.
+
+    from torch_locoprop.study.runner import RunConfig, run
+
+    result = run(RunConfig("locoprop-m", epochs=10), "runs/first")
+
+A run that was stopped, by Ctrl-C or by a kill, goes on with `resume=True` from its last checkpoint
+and ends in the same bits as one that never was. The images live on the device, and nothing inside an
+epoch waits for it, but for methods that factorise matrices: K-FAC, Shampoo, natural-s, PSGD and
+closed forms.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.methods import registry
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+from torch_locoprop.study.training import schedules
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.machine import (
+    environment,
+    forget_peak,
+    matmul_precision,
+    memory_mib,
+    own_randomness,
+)
+from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.step import TrainingStep
+
+__all__ = ["Metrics", "RunConfig", "RunError", "RunFolder", "RunResult", "result_of", "run"]
+
+ROWS = 10_000
+"""Images evaluated at a time."""
+
+DIVERGED = 10.0
+"""A train loss so many times that of the untrained model ends the run."""
+
+CHECKPOINT_SECONDS = 10.0
+"""Checkpoints are at least so far apart, except the last: this much work a kill may cost."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A run and what came of it so far."""
+
+    folder: Path
+    config: RunConfig
+    metrics: tuple[Metrics, ...]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended early because its loss grew instead of falling."""
+        return bool(self.metrics) and self.metrics[-1].diverged
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing is left to do."""
+        return len(self.metrics) == self.config.epochs + 1 or self.diverged
+
+    @property
+    def origin(self) -> str:
+        """Where the method's settings come from."""
+        method = registry.get(self.config.method)
+        return method.source if self.config.settings == method.settings else "given"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the run and its last epoch as JSON knows them."""
+        last = self.metrics[-1].to_dict() if self.metrics else {}
+        files = RunFolder(self.folder)
+        return {
+            "folder": str(self.folder),
+            "finished": self.finished,
+            **last,
+            "settings_from": self.origin,
+            "config": self.config.to_dict(),
+            "data": files.description()["data"] if files.exists else None,
+        }
+
+
+def result_of(folder: Path | str) -> RunResult:
+    """Return what is in the folder of a run, finished or not."""
+    files = RunFolder(Path(folder))
+    return RunResult(files.path, files.config(), files.metrics())
+
+
+def run(
+    config: RunConfig,
+    folder: Path | str,
+    *,
+    resume: bool = False,
+    data: Dataset | None = None,
+    on_epoch: Callable[[Metrics], None] = lambda metrics: None,
+    checkpoint_seconds: float = CHECKPOINT_SECONDS,
+) -> RunResult:
+    """Train until the end, or until the loss diverges, and return the result.
+
+    With `resume`, a run that is in the folder goes on, and a finished one is returned as it is.
+    `on_epoch` is called with each new line of the metrics; `data` are the images, if loaded already.
+    """
+    data = datasets.load(config.dataset) if data is None else data
+    check_data(config, data)
+    files = RunFolder(Path(folder))
+    description = _description(config, data)
+    if files.exists:
+        if not resume:
+            raise RunError(
+                f"{files.path} has a run already. Continue it with resume (--resume), or choose "
+                "another folder (--out)."
+            )
+        files.check_same(description)
+        result = result_of(files.path)
+        if result.finished:
+            return result
+    with matmul_precision(config.precision), own_randomness(config.device):
+        training = _Training(config, data)
+        with files.locked():
+            if files.exists:  # another process may have begun meanwhile
+                files.check_same(description)
+            else:
+                files.begin(description)
+            elsewhere = files.other_environment(description)
+            if elsewhere:
+                warnings.warn(
+                    f"{files.path} was begun in another environment ({elsewhere}). It goes on, but "
+                    "its numbers may differ in their last digits from those of one run there.",
+                    stacklevel=2,
+                )
+            training.restore(files.checkpoint())
+            _train(training, files, on_epoch, checkpoint_seconds)
+    return RunResult(files.path, config, tuple(training.metrics))
+
+
+def _train(
+    training: _Training,
+    files: RunFolder,
+    on_epoch: Callable[[Metrics], None],
+    checkpoint_seconds: float,
+) -> None:
+    """Epoch by epoch: train, evaluate, save."""
+    saved = -math.inf
+    if training.metrics:
+        files.write_metrics(training.metrics)
+        saved = time.monotonic()
+    while not training.finished:
+        row = training.epoch() if training.metrics else training.evaluate(0.0)
+        training.metrics.append(row)
+        if training.finished or time.monotonic() - saved >= checkpoint_seconds:
+            files.write_checkpoint(training.checkpoint())
+            saved = time.monotonic()
+        files.write_metrics(training.metrics)
+        on_epoch(row)
+
+
+class _Training:
+    """Model, optimizer and images on the device, and the metrics so far."""
+
+    def __init__(self, config: RunConfig, data: Dataset) -> None:
+        self.config = config
+        self.device = torch.device(config.device)
+        self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
+        self.model = architectures.build(config.model, config.transfer, config.seed).to(self.device)
+        settings = {**config.settings, "weight_decay": config.weight_decay}
+        self.optimizer: Optimizer = registry.get(config.method).build(self.model, settings)
+        for group in self.optimizer.param_groups:
+            if "local_products" in group:
+                group["local_products"] = config.local_products
+        self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
+        self.rate = schedules.rate(
+            config.schedule,
+            epochs=config.epochs,
+            warmup_epochs=config.warmup_epochs,
+            steps=math.ceil(len(self.train) / config.batch_size),
+        )
+        self.step = TrainingStep(self.model, self.optimizer, self.train)
+        self.metrics: list[Metrics] = []
+        forget_peak(self.device)
+
+    @property
+    def finished(self) -> bool:
+        done = len(self.metrics) == self.config.epochs + 1
+        return done or (bool(self.metrics) and self.metrics[-1].diverged)
+
+    def checkpoint(self) -> Checkpoint:
+        optimizer = self.optimizer.state_dict()
+        for group in optimizer["param_groups"]:
+            group["lr"] = float(group["lr"])  # on a GPU it may live on the device
+        return Checkpoint(self.model.state_dict(), optimizer, tuple(self.metrics))
+
+    def restore(self, checkpoint: Checkpoint | None) -> None:
+        if checkpoint is not None:
+            self.model.load_state_dict(checkpoint.model)
+            self.optimizer.load_state_dict(checkpoint.optimizer)
+            self.metrics = list(checkpoint.metrics)
+
+    def epoch(self) -> Metrics:
+        """Train for the next epoch and return its line of the metrics."""
+        index = len(self.metrics) - 1
+        seed = epoch_seed(self.config.seed, index)
+        torch.manual_seed(seed)  # whatever the method draws, a resumed run draws the same
+        np.random.seed(seed % 2**32)
+        order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
+        batches = torch.split(order.to(self.device), self.config.batch_size)
+        refused = self._refusals()
+        self._synchronize()
+        began = time.perf_counter()
+        broken = False
+        try:
+            for step, rows in enumerate(batches):
+                self.step.set_rates([peak * self.rate(index, step) for peak in self.peak_rates])
+                self.step(rows)
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # of a factor that is not finite
+            broken = True
+        self._synchronize()
+        row = self.evaluate(self.metrics[-1].seconds + time.perf_counter() - began)
+        if broken:
+            return replace(row, train_loss=math.nan, diverged=True)
+        return replace(row, diverged=row.diverged or self._refusals() - refused == len(batches))
+
+    def _refusals(self) -> int:
+        """In how many steps at most no layer has taken its solution, as none was finite."""
+        skipped = getattr(self.optimizer, "skipped_updates", {})
+        return min(skipped.values(), default=0)
+
+    def evaluate(self, seconds: float) -> Metrics:
+        """Return the next line of the metrics for the weights as they are."""
+        train_loss, test_loss = (_loss(self.model, images) for images in (self.train, self.test))
+        first = self.metrics[0].train_loss if self.metrics else train_loss
+        diverged = not train_loss <= DIVERGED * first or not math.isfinite(train_loss)
+        memory = max(memory_mib(self.device), *(row.memory_mib for row in self.metrics[-1:]), 0.0)
+        return Metrics(len(self.metrics), train_loss, test_loss, seconds, memory, diverged)
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def check_data(config: RunConfig, data: Dataset) -> None:
+    """Raise unless the configuration can be run on these images, on this machine."""
+    if data.name != config.dataset:
+        raise ValueError(f"The configuration is for {config.dataset}, and the data is {data.name}.")
+    pixels, inputs = data.train.shape[1], architectures.sizes_of(config.model)[0]
+    if inputs != pixels:
+        raise ValueError(
+            f"Invalid model={config.model!r}. Its first width must be {pixels}, the number of "
+            f"pixels of {data.name}, not {inputs}."
+        )
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("Invalid device='cuda'. torch finds no GPU here; use device='cpu'.")
+
+
+def _description(config: RunConfig, data: Dataset) -> dict[str, Any]:
+    return {
+        "config": config.to_dict(),
+        "data": data.metadata,
+        "environment": environment(config.device),
+    }
+
+
+@torch.no_grad()
+def _loss(model: nn.Module, images: Tensor) -> float:
+    """The loss over all images; the only place where the host waits for a number."""
+    total = torch.zeros((), dtype=torch.float64, device=images.device)
+    for part in torch.split(images, ROWS):
+        total += reconstruction_loss(model(part), part).double() * len(part)
+    return total.item() / len(images)
+
+
+def epoch_seed(seed: int, epoch: int) -> int:
+    """Return a seed for one epoch of one run, unrelated to those of its neighbours."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8]) >> 1

@@ -1,0 +1,139 @@
+"""Runs in TensorBoard: scalars for every epoch, and the configuration as text. Needs `tensorboard`.
+
+A run's scalars are written from its metrics, from epoch 0, whenever it starts, goes on or is found
+finished: what an interrupted run had logged beyond its checkpoint is not there twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.training import schedules
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Metrics, RunFolder
+
+
+def writer_class() -> Any:
+    """Return torch's `SummaryWriter`, or say how to get what it needs."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "--tensorboard needs the package tensorboard, which is not installed. "
+            'Install it with: pip install "torch-locoprop[tensorboard]".'
+        ) from error
+    return SummaryWriter
+
+
+def checked(directory: Path | None) -> Path | None:
+    """Return the folder as it is, if anything can be written to it."""
+    if directory is not None:
+        writer_class()
+    return directory
+
+
+@contextmanager
+def logging(
+    directory: Path | None, config: RunConfig, files: RunFolder, data: Dataset
+) -> Iterator[Callable[[Metrics], None]]:
+    """Give what logs each epoch of the run as it ends; without a directory, nothing."""
+    if directory is None:
+        yield lambda row: None
+        return
+    log = _Log(directory / config.name(data.fingerprint), config, files, len(data.train))
+    with _silent_threads():
+        try:
+            yield log
+            log.start()  # a run that was finished already had no epoch to start with
+        finally:
+            log.close()
+
+
+@contextmanager
+def _silent_threads() -> Iterator[None]:
+    """Let TensorBoard's threads end in silence on a full disk: its calls raise the same error here."""
+    before = threading.excepthook
+
+    def told(thread: threading.ExceptHookArgs) -> None:
+        if not isinstance(thread.exc_value, OSError):
+            before(thread)
+
+    threading.excepthook = told
+    try:
+        yield
+    finally:
+        threading.excepthook = before
+
+
+class _Log:
+    """The event file of one run."""
+
+    def __init__(self, folder: Path, config: RunConfig, files: RunFolder, images: int) -> None:
+        self.folder, self.config, self.files = folder, config, files
+        self.rate = schedules.rate(
+            config.schedule,
+            epochs=config.epochs,
+            warmup_epochs=config.warmup_epochs,
+            steps=math.ceil(images / config.batch_size),
+        )
+        self.began = time.time()
+        self.writer: Any = None
+
+    def __call__(self, row: Metrics) -> None:
+        if self.writer is None:
+            self.start()
+        else:
+            with self._named():
+                self._write(row)
+
+    def start(self) -> None:
+        """Begin anew with all epochs so far, unless that was done."""
+        if self.writer is None:
+            for path in self.folder.glob("events.out.tfevents.*"):
+                path.unlink()
+            with self._named():
+                self.writer = writer_class()(self.folder)
+                self.writer.add_text("config", _as_text(self.config))
+                for row in self.files.metrics():
+                    self._write(row)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            with self._named():
+                self.writer.close()
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Say where, if there is no room: TensorBoard does not."""
+        try:
+            yield
+        except OSError as error:
+            where = error.filename or str(self.folder)
+            raise OSError(error.errno, error.strerror, where) from error
+
+    def _write(self, row: Metrics) -> None:
+        values = {
+            "loss/train": row.train_loss,
+            "loss/test": row.test_loss,
+            "cost/seconds": row.seconds,
+            "cost/memory MiB": row.memory_mib,
+        }
+        if row.epoch > 0:
+            values["schedule/rate factor"] = self.rate(row.epoch - 1, 0)
+        for tag, value in values.items():
+            # TensorBoard's "relative" axis then shows seconds of training.
+            self.writer.add_scalar(tag, value, row.epoch, walltime=self.began + row.seconds)
+        self.writer.flush()
+
+
+def _as_text(config: RunConfig) -> str:
+    """The configuration in Markdown."""
+    return f"```json\n{json.dumps(config.to_dict(), indent=2)}\n```"

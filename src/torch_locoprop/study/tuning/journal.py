@@ -1,0 +1,144 @@
+"""Optuna's side of a search: its trials, samplers and pruner. Importing it imports Optuna.
+
+A trial belongs to the process whose name it carries. One whose process is dead goes back to the
+queue with its parameters and its number, so whoever takes it goes on with the same trial: none is
+lost, and none is there twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.exceptions import ExperimentalWarning
+from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.storages import JournalStorage
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from torch_locoprop.study.tuning.journal_file import JournalFile
+from torch_locoprop.study.tuning.spaces import Choices, Domain, Space
+
+NAME = "tuning"
+
+STARTUP = 10
+"""Trials before the first is pruned."""
+
+
+class Journal:
+    """The trials of one search. Whoever asks or puts back holds the lock of the folder."""
+
+    def __init__(
+        self, path: Path, space: Space, *, sampler: str, seed: int, first_pruned: int | None
+    ) -> None:
+        self._sampler, self._seed = sampler, seed
+        self._distributions = {
+            _name(name, each): _distribution(each) for name, each in space.items()
+        }
+        self._space = space
+        self._first_pruned = first_pruned  # epoch; None: no trial is pruned
+        self._storage = JournalStorage(JournalFile(path))
+        self._study = optuna.create_study(
+            study_name=NAME,
+            storage=self._storage,
+            load_if_exists=True,
+            pruner=optuna.pruners.MedianPruner(STARTUP, n_min_trials=STARTUP // 2),
+        )
+
+    def trials(self) -> list[FrozenTrial]:
+        """Return all trials by their numbers."""
+        return self._study.get_trials(deepcopy=False)
+
+    def put_back(self, is_alive: Callable[[str], bool]) -> None:
+        """Put the trials of dead processes back into the queue."""
+        study = self._storage.get_study_id_from_name(NAME)
+        for trial in self.trials():
+            owner = trial.user_attrs.get("worker")
+            if trial.state == TrialState.RUNNING and (owner is None or not is_alive(owner)):
+                own = self._storage.get_trial_id_from_study_id_trial_number(study, trial.number)
+                self._storage.set_trial_state_values(own, TrialState.WAITING)
+
+    def ask(self, worker: str) -> Trial:
+        """Return the first trial of the queue, or a new one, as this process's own."""
+        # The seed is the trial's: two processes do not draw the same, and a search that was
+        # interrupted draws what it would have drawn.
+        trials = self.trials()
+        queue = (trial.number for trial in trials if trial.state == TrialState.WAITING)
+        number = next(queue, len(trials))
+        seed = hashlib.sha256(f"{self._seed}/{number}".encode()).digest()[:4]
+        self._study.sampler = SAMPLERS[self._sampler](int.from_bytes(seed))
+        trial = self._study.ask(self._distributions)
+        trial.set_user_attr("worker", worker)
+        return trial
+
+    def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings that a trial's parameters stand for, as far as it has them."""
+        found = {}
+        for name, domain in self._space.items():
+            if _name(name, domain) in params:
+                value = params[_name(name, domain)]
+                found[name] = value if isinstance(domain, Choices) else domain.setting(value)
+        return found
+
+    def prunes(self, trial: Trial, epoch: int, value: float) -> bool:
+        """Report the value and say whether the trial is to end."""
+        if self._first_pruned is None or epoch < self._first_pruned:
+            return False
+        reported = self.trials()[trial.number].intermediate_values
+        if epoch not in reported:  # it is, where a trial that was put back begins anew
+            trial.report(value, epoch)
+        return trial.should_prune()
+
+    def tell(self, trial: Trial, result: Mapping[str, Any], value: float | None) -> None:
+        """Record what came of the trial; without a value it was pruned."""
+        trial.set_user_attr("result", dict(result))
+        state = TrialState.PRUNED if value is None else TrialState.COMPLETE
+        self._study.tell(trial, value, state)
+
+
+def _tpe(seed: int) -> BaseSampler:
+    return TPESampler(seed=seed, multivariate=True, constant_liar=True)
+
+
+def _gp(seed: int) -> BaseSampler:
+    return GPSampler(seed=seed)
+
+
+SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {"tpe": _tpe, "gp": _gp}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep Optuna from logging, and from warning that what it offers may change."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            yield
+    finally:
+        optuna.logging.set_verbosity(before)
+
+
+def _name(setting: str, domain: Domain) -> str:
+    """What Optuna calls the parameter."""
+    rest = not isinstance(domain, Choices) and domain.of_rest
+    return f"one_minus_{setting}" if rest else setting
+
+
+def _distribution(domain: Domain) -> BaseDistribution:
+    if isinstance(domain, Choices):
+        return CategoricalDistribution(domain.values)
+    if domain.whole:
+        return IntDistribution(int(domain.low), int(domain.high), log=True)
+    return FloatDistribution(domain.low, domain.high, log=True)

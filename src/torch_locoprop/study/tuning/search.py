@@ -1,0 +1,181 @@
+"""One process's part of a search: it asks for trials, trains them and tells what came of them.
+
+Whatever happens to the process, its trials are the journal's: those that it did not finish go back
+to the queue as soon as another process, or this command again, asks.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.population_run import method_of, train_together, without_numbers
+from torch_locoprop.study.training.run_folder import Metrics, RunError, RunFolder
+from torch_locoprop.study.training.runner import run
+from torch_locoprop.study.tuning.folder import TuningFolder
+from torch_locoprop.study.tuning.journal import Journal
+from torch_locoprop.study.tuning.results import Status, TuningResult, best_of
+
+POLL_SECONDS = 1.0
+"""How often a process with nothing left to ask looks whether the others have finished or died."""
+
+
+def first_pruned(base: RunConfig) -> int:
+    """The first epoch that may prune: the warm-up and a tenth of all epochs say little."""
+    return min(base.warmup_epochs, base.epochs // 2) + max(base.epochs // 10, 1)
+
+
+class _PrunedError(Exception):
+    """Ends a run from within."""
+
+
+@dataclass
+class Search:
+    """This process's part of a search."""
+
+    base: RunConfig
+    files: TuningFolder
+    journal: Journal
+    worker: str
+    data: Dataset
+    trials: int
+    population: int
+    watch: Callable[[Status], None]
+    _status: Status = field(init=False)
+
+    def run(self) -> None:
+        """Ask, train and tell, until all have finished."""
+        while True:
+            with self.files.locked():
+                asked, others = self._ask()
+            if asked:
+                self._train(asked)
+            elif others:
+                time.sleep(POLL_SECONDS)  # should one of them die, its trials are ours
+            else:
+                return
+
+    def result(self) -> TuningResult:
+        """Return what all processes have found so far."""
+        trials = tuple(self._row(trial) for trial in self.journal.trials())
+        best = best_of(trials)
+        found = None if best is None else {**self.base.settings, **best["settings"]}
+        config = None if found is None else replace(self.base, settings=found)
+        return TuningResult(self.files.path, trials, config)
+
+    def _ask(self) -> tuple[list[Trial], int]:
+        """Trials for this process, and how many of others' there are to wait for."""
+        self.journal.put_back(self.files.is_alive)
+        states = [trial.state for trial in self.journal.trials()]
+        finished = sum(state.is_finished() for state in states)
+        running = states.count(TrialState.RUNNING)
+        room = self.trials - finished - running
+        at_once = 1 if method_of(self.base) is None else self.population
+        asked = [self.journal.ask(self.worker) for _ in range(min(room, at_once))]
+        self._save()
+        return asked, running if finished < self.trials else 0
+
+    def _save(self) -> None:
+        """Write what there is so far, and remember it for the display."""
+        result = self.result()
+        best_config = None if result.best is None else result.best.to_dict()
+        self.files.write_results(result.trials, best_config)
+        best = best_of(result.trials)
+        finished = sum(trial["epoch"] is not None for trial in result.trials)
+        loss = None if best is None else best["train_loss"]
+        self._status = Status(finished, self.trials, loss, 0, 0, self.base.epochs)
+        self.watch(self._status)
+
+    def _train(self, asked: list[Trial]) -> None:
+        """Train what can be trained together, together."""
+        groups: dict[str, list[Trial]] = defaultdict(list)
+        for trial in asked:
+            config = self._config(trial)
+            together = method_of(config) is not None
+            groups[str(without_numbers(config)) if together else str(trial.number)].append(trial)
+        for group in groups.values():
+            if method_of(self._config(group[0])) is None:
+                self._train_alone(group[0])
+            else:
+                self._train_together(group)
+
+    def _train_together(self, asked: list[Trial]) -> None:
+        untrained: dict[int, float] = {}
+
+        def on_epoch(rows: Mapping[int, Metrics]) -> list[int]:
+            ended = []
+            for place, row in rows.items():
+                first = untrained.setdefault(place, row.train_loss)
+                pruned = self._prunes(asked[place], row, first)
+                if pruned or row.diverged or row.epoch == self.base.epochs:
+                    self._tell(asked[place], row, first, pruned)
+                    ended.append(place)
+            self._show(len(rows), next(iter(rows.values())).epoch)
+            return ended
+
+        try:
+            train_together([self._config(trial) for trial in asked], self.data, on_epoch)
+        except torch.OutOfMemoryError as error:
+            raise RunError(
+                f"{len(asked)} trials at a time do not fit into the memory of the device. Use a "
+                "smaller --population."
+            ) from error
+
+    def _train_alone(self, trial: Trial) -> None:
+        files = RunFolder(self.files.run(trial.number))
+
+        def on_epoch(row: Metrics) -> None:
+            self._show(1, row.epoch)
+            if self._prunes(trial, row, files.metrics()[0].train_loss):
+                raise _PrunedError
+
+        pruned = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of steps that are not finite: expected
+            try:
+                run(self._config(trial), files.path, resume=True, data=self.data, on_epoch=on_epoch)
+            except _PrunedError:
+                pruned = True
+        metrics = files.metrics()
+        self._tell(trial, metrics[-1], metrics[0].train_loss, pruned)
+        (files.path / "checkpoint.pt").unlink(missing_ok=True)  # thousands of them fill a disk
+
+    def _prunes(self, trial: Trial, row: Metrics, untrained: float) -> bool:
+        """Whether to give the trial up; asked at some twenty epochs, as every answer is on disk."""
+        if row.diverged or row.epoch == self.base.epochs:
+            return False
+        if row.epoch % max(self.base.epochs // 20, 1):
+            return False
+        return self.journal.prunes(trial, row.epoch, min(row.train_loss, untrained))
+
+    def _tell(self, trial: Trial, row: Metrics, untrained: float, pruned: bool) -> None:
+        """Record the outcome. How bad a bad trial was would only blur the sampler's view."""
+        value = untrained if row.diverged else min(row.train_loss, untrained)
+        self.journal.tell(trial, row.to_dict(), None if pruned else value)
+
+    def _config(self, trial: Trial) -> RunConfig:
+        own = self.journal.settings(trial.params)
+        return replace(self.base, settings={**self.base.settings, **own})
+
+    def _row(self, trial: FrozenTrial) -> dict[str, Any]:
+        """A trial as JSON knows it."""
+        result = trial.user_attrs.get("result", {}) if trial.state.is_finished() else {}
+        names = ("epoch", "train_loss", "test_loss", "seconds")
+        return {
+            "number": trial.number,
+            "state": "diverged" if result.get("diverged") else trial.state.name.lower(),
+            "settings": self.journal.settings(trial.params),
+            **{name: result.get(name) for name in names},
+        }
+
+    def _show(self, running: int, epoch: int) -> None:
+        self.watch(replace(self._status, running=running, epoch=epoch))
