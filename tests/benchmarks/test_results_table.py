@@ -1,0 +1,64 @@
+"""The README has the tables of the committed runs; a row tells what a run is and how far it came."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_folder import Metrics
+from torch_locoprop.study.training.runner import RunResult
+
+ROOT = Path(__file__).parents[2]
+_spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "results_table.py")
+assert _spec is not None
+assert _spec.loader is not None
+results_table = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(results_table)
+
+
+@pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="a source distribution has no runs")
+@pytest.mark.parametrize("task", ["mnist-tanh-standard", "mnist-tanh-deep", "mnist-tanh-wide"])
+def test_the_readme_has_the_table_of_the_runs(task: str) -> None:
+    assert results_table.table(ROOT / "results" / task) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "label"),
+    [
+        ("locoprop-m", {}, "locoprop-m"),
+        ("locoprop-m", {"local_steps": 5}, "locoprop-m, T = 5"),
+        ("locoprop-m", {"solver": "adam", "lr": 1e-3}, "locoprop-m, local adam, lr = 0.001"),
+        ("locoprop-m", {"lr": 2e-5, "gamma": 3.0}, "locoprop-m, lr = 2e-05, gamma = 3"),
+        ("rmsprop", {"lr": 3e-5}, "rmsprop, lr = 3e-05"),
+        ("kfac@10", {}, "kfac@10"),
+    ],
+)
+def test_a_row_is_named_by_what_sets_it_apart(
+    method: str, settings: dict[str, object], label: str
+) -> None:
+    config = RunConfig(method, settings)
+    assert results_table.label(config) == label
+    assert results_table.is_varied(config) == ("T = " in label or "local " in label)
+
+
+def run(losses: list[float], *, seed: int = 0, diverged: bool = False) -> RunResult:
+    rows = [Metrics(n, x, x + 10, float(n), 1.0, False) for n, x in enumerate(losses)]
+    rows[-1] = replace(rows[-1], diverged=diverged)
+    config = RunConfig("adam", {"lr": 0.5}, dataset="nowhere", seed=seed)
+    return RunResult(Path("run"), config, tuple(rows))
+
+
+def test_seeds_share_a_row_and_their_curves_a_mean() -> None:
+    falling = [200.0 - n for n in range(101)]
+    row = results_table.row([run([x + 2 for x in falling], seed=1), run(falling)])
+    assert row[:3] == ["adam, lr = 0.5", "181.0", "161.0"]
+    assert row[5:] == ["100.00, 102.00", "110.0, 112.0", ""]
+
+
+def test_a_run_that_was_cut_off_or_diverged_says_so() -> None:
+    cut_off = results_table.row([run([200.0 - n for n in range(31)])])
+    assert cut_off[1:] == ["180.0", "", "", "", "170.00 in epoch 30", "", ""]
+    diverged = results_table.row([run([200.0, 9000.0], diverged=True)])
+    assert diverged[1:] == ["", "", "", "", "diverged in epoch 1", "", ""]

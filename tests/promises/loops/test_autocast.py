@@ -1,0 +1,106 @@
+"""Autocast: layers compute in half precision, local problems in that of the weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import cross_entropy, weights
+from promises.loops.plain import STEPS, data, distance, each_model, each_variant, loco, make
+from torch import Tensor
+
+from torch_locoprop.solvers import Exact
+
+DTYPES = [torch.bfloat16, torch.float16]
+
+
+def run(
+    variant: str, kind: str = "linear", dtype: torch.dtype | None = None, **options: Any
+) -> tuple[list[Tensor], str]:
+    """Weights in float32 and what the summary says, with the forward pass under autocast or not."""
+    model = make(kind).float()
+    opt = loco(model, variant, **options)
+    for seed in range(STEPS):
+        x, y = (t.float() for t in data(kind, seed))
+        with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+            loss = cross_entropy(model(x).float(), y)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    assert not any(opt.skipped_updates.values())
+    return weights(model), opt.summary()
+
+
+@each_variant
+@each_model
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_plain_run_to_the_precision_of_autocast(
+    variant: str, kind: str, dtype: torch.dtype
+) -> None:
+    (found, summary), (expected, plainly) = run(variant, kind, dtype), run(variant, kind)
+    assert all(w.dtype == torch.float32 for w in found)
+    moved = distance(expected, weights(make(kind).float()))
+    assert distance(found, expected) < 8 * torch.finfo(dtype).eps * moved
+    assert distance(found, expected) > 0  # or it was not in half precision
+    assert summary == plainly  # the same transfers, through the casts between layers
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"solver": "exact", "lr": 0.1},
+        {"solver": Exact(decay=0.9, damping=0.1), "lr": 0.1},
+        {"regularizer": "fisher", "lr": 1e-3},
+        {"local_reduction": "mean"},
+        {"gate": True, "cap": 0.1},
+    ],
+    ids=str,
+)
+def test_with_other_settings(options: dict[str, Any]) -> None:
+    found, expected = (run("locoprop-m", "linear", d, **options)[0] for d in (DTYPES[0], None))
+    assert distance(found, expected) < 0.02
+
+
+def test_natural_gradients() -> None:
+    found, expected = (run("natural-s", "linear", d, lr=1e-4)[0] for d in (DTYPES[0], None))
+    assert distance(found, expected) < 0.02
+
+
+@each_variant
+@each_model
+def test_a_step_inside_autocast_is_one_outside(variant: str, kind: str) -> None:
+    results = []
+    for inside in (True, False):
+        model = make(kind).float()
+        opt = loco(model, variant)
+        for seed in range(STEPS):
+            x, y = (t.float() for t in data(kind, seed))
+            with torch.autocast("cpu", torch.bfloat16):
+                cross_entropy(model(x).float(), y).backward()
+                if inside:
+                    opt.step()
+            if not inside:
+                opt.step()
+            opt.zero_grad()
+        results.append(weights(model))
+    assert distance(*results) == 0
+
+
+def test_a_closure_runs_as_its_surroundings_say() -> None:
+    model = make().float()
+    opt = loco(model)
+    x, y = (t.float() for t in data())
+    seen = []
+
+    def closure() -> Tensor:
+        opt.zero_grad()
+        out = model(x)
+        seen.append(out.dtype)
+        loss = cross_entropy(out.float(), y)
+        loss.backward()
+        return loss
+
+    with torch.autocast("cpu", torch.bfloat16):
+        opt.step(closure)
+    assert seen == [torch.bfloat16]

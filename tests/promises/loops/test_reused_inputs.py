@@ -1,0 +1,80 @@
+"""Inputs that are overwritten once a backward pass is through: static buffers, batches read ahead."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from cases import assert_close, cross_entropy, network, weights
+from promises.loops.plain import data, distance, loco
+from torch import Tensor, nn
+
+
+def accumulated(model: nn.Module, opt: torch.optim.Optimizer, buffer: Tensor | None) -> None:
+    """A step on two micro-batches, each as it is or through the buffer."""
+    for seed in (1, 2):
+        x, y = data(seed=seed)
+        if buffer is not None:
+            x = buffer.copy_(x)
+        cross_entropy(model(x), y).backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-m"])
+def test_a_buffer_for_all_micro_batches(variant: str) -> None:
+    model, other, buffer = network(), network(), torch.empty_like(data()[0])
+    opt, plain = loco(model, variant), loco(other, variant)
+    with pytest.warns(UserWarning, match=r"input of '0' was written to .* one BackProp step"):
+        accumulated(model, opt, buffer)
+    other.load_state_dict(model.state_dict())
+    plain.load_state_dict(copy.deepcopy(opt.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):  # from now on, inputs are copied
+            accumulated(model, opt, buffer)
+            accumulated(other, plain, None)
+    assert_close(weights(model), weights(other), 1e-12)
+
+
+def test_what_was_condensed_in_time_is_right() -> None:
+    model, other = network(), network()
+    accumulated(model, loco(model, "locoprop-s"), torch.empty_like(data()[0]))
+    accumulated(other, loco(other, "locoprop-s"), None)
+    assert_close(weights(model), weights(other), 1e-12)
+
+
+@pytest.mark.parametrize("hidden", [False, True])
+def test_only_that_layer_takes_a_backprop_step(hidden: bool) -> None:
+    """The next batch is read before ``step()``, or an activation serves as scratch space."""
+    model, other, once = network(), network(), network()
+    for net, solver in ((model, {}), (other, {}), (once, {"local_steps": 1})):
+        opt = loco(net, "locoprop-m", **solver)
+        x, y = data()
+        h = net[1](net[0](x))
+        loss = cross_entropy(net[2:](h), y)
+        loss.backward()
+        if net is model:
+            with torch.no_grad():
+                (h if hidden else x).zero_()
+            with pytest.warns(UserWarning, match=f"input of '{2 if hidden else 0}' was written to"):
+                opt.step()
+        else:
+            opt.step()
+    at = 2 if hidden else 0
+    for name, layer in model.named_children():
+        if isinstance(layer, nn.Linear):
+            same, another = (once, other) if name == str(at) else (other, once)
+            found, exact = layer.weight.detach(), same.get_submodule(name).weight
+            assert_close([found], [exact], 1e-12)
+            assert distance([found], [another.get_submodule(name).weight.detach()]) > 1e-6
+
+
+def test_inputs_that_stay_are_not_copied() -> None:
+    model = network()
+    opt = loco(model, "locoprop-m")
+    x, y = data()
+    cross_entropy(model(x), y).backward()
+    assert opt._layers[0].calls[0].x.data_ptr() == x.data_ptr()

@@ -1,0 +1,100 @@
+"""The demo at a tiny size: what it prints, what it draws, and that a seed repeats it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from matplotlib.image import imread
+
+from torch_locoprop.study.demo import run
+from torch_locoprop.study.figures.names import label
+from torch_locoprop.study.training.runner import RunResult
+
+NAMES = ["LocoProp-M", "LocoProp-S", "RMSProp", "Adam"]
+
+
+def tiny_demo(out: Path, seed: int = 0) -> dict[str, RunResult]:
+    results = run.main(images=32, epochs=2, seed=seed, out=out)
+    return {label(result.config.method): result for result in results}
+
+
+def test_writes_figure_table_and_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new folder" / "demo.png"
+    results = tiny_demo(out)
+    text = capsys.readouterr().out
+    assert list(results) == NAMES
+    height, width, _ = imread(out).shape
+    assert (width, height) == (1200, 900)
+    for name, result in results.items():
+        first, _, last = result.metrics
+        assert last.train_loss < first.train_loss == results["Adam"].metrics[0].train_loss
+        row = next(line for line in text.splitlines() if "│" in line and name in line)
+        assert f"{last.train_loss:.1f}" in row
+        assert f"{last.test_loss:.1f}" in row
+        assert f"{name:<10}  epoch 2/2" in text
+        assert not result.folder.exists(), "nothing but the figure stays"
+    assert str(out) in text
+
+
+def test_a_seed_repeats_the_losses_exactly_and_another_is_another_task(tmp_path: Path) -> None:
+    first, again, other = (tiny_demo(tmp_path / "demo.png", seed) for seed in (5, 5, 6))
+    for name in NAMES:
+        one, same, another = (
+            [(row.train_loss, row.test_loss) for row in results[name].metrics]
+            for results in (first, again, other)
+        )
+        assert one == same
+        assert one[0] != another[0]
+
+
+def test_a_terminal_gets_bars(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    tiny_demo(tmp_path / "demo.png")
+    text = capsys.readouterr().out
+    assert "━" in text
+    assert "epoch 2/2" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["--epochs", "--seed", "--out", "--images", "--seed 1", "convex problem"]),
+        (["--images", "3"], ["Invalid value for '--images'"]),
+        (["--epochs", "0"], ["Invalid value for '--epochs'"]),
+    ],
+)
+def test_help_and_errors_explain(
+    arguments: list[str],
+    words: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["demo", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        typer.run(run.main)
+    assert stop.value.code == (0 if arguments == ["--help"] else 2)
+    text = "".join(capsys.readouterr())
+    for word in words:
+        assert word in text
+
+
+def test_the_methods_differ_in_nothing_but_their_settings() -> None:
+    configs = run.configs(epochs=3, seed=1)
+    assert [label(config.method) for config in configs] == NAMES
+    assert len({replace(each, method="sgd", settings={}).name("") for each in configs}) == 1
+
+
+def test_the_settings_are_the_winners_of_the_search() -> None:
+    path = Path(__file__).parents[3] / "benchmarks" / "tune_demo.json"
+    record = json.loads(path.read_text())
+    assert record["epochs"] == run.EPOCHS
+    for name, settings in run.TUNED.items():
+        trials = record["methods"][label(name)]
+        assert len(trials) == record["trials"]
+        finite = [trial for trial in trials if trial["train_loss"] is not None]
+        assert settings == min(finite, key=lambda trial: trial["train_loss"])["setting"]
