@@ -1,9 +1,8 @@
 """LocoProp: every layer solves a small local problem after each backward pass."""
 
-from torch_locoprop import baselines, solvers
+from torch_locoprop import baselines, losses, regularizers, solvers, targets, transfers, variants
 from torch_locoprop.optimizer import LocoProp
-from torch_locoprop.paper import losses, regularizers, targets, transfers, variants
-from torch_locoprop.paper.variants import Variant
+from torch_locoprop.variants import Variant
 
 __all__ = [
     "LocoProp",
