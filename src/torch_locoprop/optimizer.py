@@ -26,6 +26,7 @@ from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.fast.cuda_streams import FEW, LANES, current, lanes
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.regularizers import Regularizer
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.paper.variants import Variant
 from torch_locoprop.recording import transfer_detection
@@ -65,8 +66,6 @@ from torch_locoprop.stepping.outer_optimizer import (
     caps_outer,
     make_outer,
 )
-
-Tensors = dict[str, Tensor]
 
 _LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
 

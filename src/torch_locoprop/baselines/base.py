@@ -12,8 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.config.groups import Group, decayed
 from torch_locoprop.config.settings import check_number
-
-Tensors = dict[str, Tensor]
+from torch_locoprop.paper.tensors import Tensors
 
 _BELOW = {
     "lr": math.inf,

@@ -13,7 +13,7 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.baselines.base import Tensors, check_settings
+from torch_locoprop.baselines.base import check_settings
 from torch_locoprop.config.groups import Group, decayed
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import (
@@ -23,7 +23,7 @@ from torch_locoprop.paper.fisher import (
     running_average,
     second_moment,
 )
-from torch_locoprop.paper.tensors import join, split
+from torch_locoprop.paper.tensors import Tensors, join, split
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import transfer_detection
 from torch_locoprop.recording.hooks import Capture

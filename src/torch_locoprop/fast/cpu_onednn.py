@@ -17,9 +17,8 @@ from torch import Tensor
 from torch_locoprop.fast.dispatch import transfer_of
 from torch_locoprop.paper.gram import Gram
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
-
-Tensors = dict[str, Tensor]
 
 SWITCHED_OFF = False  # everything takes its plain way
 

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from torch_locoprop.fast import cuda_streams
 from torch_locoprop.fast.triton import matrix_products
-
-Tensors = dict[str, Tensor]
+from torch_locoprop.paper.tensors import Tensors
 
 # The precision of products is one for all threads, of which backward passes have one for each GPU.
 _PRECISION = RLock()

@@ -24,11 +24,9 @@ from torch_locoprop.layers import Layer
 from torch_locoprop.paper.gram import Gram, saves_work
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
-from torch_locoprop.paper.spread import Number, spread
 from torch_locoprop.paper.targets import Target
+from torch_locoprop.paper.tensors import Number, Tensors, spread
 from torch_locoprop.paper.transfers import Transfer
-
-Tensors = dict[str, Tensor]
 
 
 class Before(NamedTuple):

@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import cholesky, cholesky_solve, damped
-from torch_locoprop.paper.spread import Number, spread
-from torch_locoprop.paper.tensors import join, split
-
-Tensors = dict[str, Tensor]
+from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 
 
 class Regularizer:

@@ -18,11 +18,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import damped_solve
-from torch_locoprop.paper.spread import Number, spread
-from torch_locoprop.paper.tensors import join, split
+from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 from torch_locoprop.paper.transfers import Transfer
-
-Tensors = dict[str, Tensor]
 
 
 class Target:

@@ -1,4 +1,8 @@
-"""Weight and bias of a layer as one matrix, for the forms that treat them together."""
+"""Shapes that all formulas share: a layer's tensors by name, as one matrix, and for populations.
+
+A layer's tensors are a dictionary ``{"weight": [..., d, n], "bias": [..., d]}``. Leading dimensions are
+free: K problems of one shape are ``[K, d, n]``, and a number may then be a tensor ``[K]``.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,36 @@ import torch
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+Number = float | Tensor  # one number for all problems, or a tensor [K] with one for each
 
 
 def join(tensors: Tensors) -> Tensor:
-    """Weight and bias as one matrix ``[..., d, n(+1)]``; the bias is the last column."""
+    """Return weight and bias as one matrix ``[W b]`` of shape ``[..., d, n(+1)]``.
+
+    The bias, if there is one, is the last column. Without a weight the matrix is ``[..., d, 1]``.
+    """
     columns = [tensors["weight"]] if "weight" in tensors else []
     columns += [tensors["bias"].unsqueeze(-1)] if "bias" in tensors else []
     return torch.cat(columns, dim=-1)
 
 
 def split(joint: Tensor, like: Tensors) -> Tensors:
-    """The inverse of :func:`join`, with the entries of ``like``."""
+    """Return the columns of a joint matrix by name; the inverse of :func:`join`.
+
+    Args:
+        joint: a matrix ``[W b]`` of shape ``[..., d, n(+1)]``.
+        like: tensors whose names and widths say which columns are whose.
+    """
     parts: Tensors = {}
     if "weight" in like:
         parts["weight"] = joint[..., : like["weight"].shape[-1]]
     if "bias" in like:
         parts["bias"] = joint[..., -1]
     return parts
+
+
+def spread(number: Number, like: Tensor) -> Number:
+    """Return the number in a shape that multiplies ``like``: ``[K] -> [K, 1, 1]`` for ``[K, d, n]``."""
+    if not isinstance(number, Tensor) or number.dim() == 0:
+        return number
+    return number.reshape(number.shape + (1,) * (like.dim() - number.dim()))

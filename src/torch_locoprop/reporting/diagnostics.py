@@ -19,9 +19,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.tensors import join
-
-Tensors = dict[str, Tensor]
+from torch_locoprop.paper.tensors import Tensors, join
 
 
 @dataclass(frozen=True)

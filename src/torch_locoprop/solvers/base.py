@@ -9,9 +9,7 @@ from torch import Tensor
 
 from torch_locoprop.paper.gram import Use
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.spread import Number, spread
-
-Tensors = dict[str, Tensor]
+from torch_locoprop.paper.tensors import Number, Tensors, spread
 
 
 @dataclass(frozen=True)

@@ -30,9 +30,8 @@ from torch_locoprop.paper.fisher import (
 )
 from torch_locoprop.paper.gram import Gram, Use, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.spread import Number, spread
-from torch_locoprop.paper.tensors import join, split
-from torch_locoprop.solvers.base import Numbers, Solver, Tensors
+from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
+from torch_locoprop.solvers.base import Numbers, Solver
 
 
 @dataclass(frozen=True)

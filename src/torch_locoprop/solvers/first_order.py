@@ -14,8 +14,8 @@ from torch_locoprop.fast.cpu_onednn import Joined, fits
 from torch_locoprop.fast.triton import local_iterations, rmsprop
 from torch_locoprop.paper.gram import Use
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.spread import Number
-from torch_locoprop.solvers.base import Numbers, Solver, Tensors, local_rate
+from torch_locoprop.paper.tensors import Number, Tensors
+from torch_locoprop.solvers.base import Numbers, Solver, local_rate
 
 
 class FirstOrder(Solver):

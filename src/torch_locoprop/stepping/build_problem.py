@@ -20,13 +20,12 @@ from torch_locoprop.paper.gram import Gram, Use
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import BackPropTarget
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.recording.layer_record import ServedLayer
 from torch_locoprop.recording.transfer_assignment import effective_variant
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Solver
-
-Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from torch_locoprop.fast.triton import availability, guarded_writes
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.solvers.base import Checked
-
-Tensors = dict[str, Tensor]
 
 CAPS = ("weight", "backprop")
 

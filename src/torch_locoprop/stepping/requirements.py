@@ -12,12 +12,11 @@ from torch import Tensor, nn
 
 from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import Components
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.recording.hooks import Capture
 from torch_locoprop.recording.layer_record import Orders, ServedLayer
 from torch_locoprop.recording.transfer_assignment import effective_variant
 from torch_locoprop.stepping.build_problem import asks_for_output, use_of_rows
-
-Tensors = dict[str, Tensor]
 
 _ASKED = ("variant", "solver", "regularizer", "local_steps", "every", "max_rows", "gate")
 

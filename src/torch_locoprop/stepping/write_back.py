@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-Tensors = dict[str, Tensor]
+from torch_locoprop.paper.tensors import Tensors
 
 
 def like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:

@@ -10,7 +10,7 @@ from torch import nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.regularizers import L1, L2, FisherMahalanobis, Regularizer
-from torch_locoprop.paper.spread import spread
+from torch_locoprop.paper.tensors import spread
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS
 from torch_locoprop.study.models.autoencoder import deep_autoencoder, reconstruction_loss

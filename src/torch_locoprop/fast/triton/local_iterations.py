@@ -30,9 +30,9 @@ from torch_locoprop.fast.triton.matrix_products import (
 from torch_locoprop.fast.triton.rmsprop import Moving
 from torch_locoprop.paper.gram import Gram, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.spread import Number
+from torch_locoprop.paper.tensors import Number, Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh
-from torch_locoprop.solvers.base import Checked, Numbers, Tensors, local_rate
+from torch_locoprop.solvers.base import Checked, Numbers, local_rate
 
 ROUNDED = torch.bfloat16
 

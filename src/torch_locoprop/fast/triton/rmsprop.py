@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fast.triton import availability
-from torch_locoprop.paper.spread import Number
+from torch_locoprop.paper.tensors import Number
 from torch_locoprop.solvers.base import Numbers
 
 BLOCK = 1024

@@ -25,13 +25,11 @@ from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.paper.fisher import running_average, sampled_output_gradient, second_moment
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.regularizers import REGULARIZERS, Regularizer
-from torch_locoprop.paper.spread import spread
+from torch_locoprop.paper.tensors import Tensors, spread
 from torch_locoprop.paper.transfers import Sigmoid, Tanh, Transfer
 from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
 from torch_locoprop.solvers.base import Checked
-
-Tensors = dict[str, Tensor]
 
 MOST = 8  # lanes: each has memory of its own, and a population needs few to fill a GPU
 NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
