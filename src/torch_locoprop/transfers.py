@@ -8,6 +8,7 @@ transfer is not detected automatically. Subclass :class:`Transfer` to add one.
     True
 """
 
+from torch_locoprop.paper.divergences import bregman, matching_loss
 from torch_locoprop.paper.transfers import (
     CELU,
     ELU,
@@ -30,9 +31,7 @@ from torch_locoprop.paper.transfers import (
     Step,
     Tanh,
     Transfer,
-    bregman,
     get,
-    matching_loss,
 )
 
 __all__ = [

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.divergences import bregman
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.study.figures import style
 
@@ -31,7 +32,7 @@ def area(transfer: Transfer, a: float, a_hat: float, points: int = 400) -> tuple
 
 def losses(transfer: Transfer, a: float, a_hat: Tensor) -> Tensor:
     """Return D_F(â, a) for each â (Eq. 5)."""
-    return transfers.bregman(transfer, a_hat, torch.full_like(a_hat, a))
+    return bregman(transfer, a_hat, torch.full_like(a_hat, a))
 
 
 def draw(footer: Sequence[str]) -> Figure:
