@@ -1,7 +1,9 @@
-"""Regularizers: how far the weights may move from where the step began.
+"""Regularizers R(W̃, W): the penalty on the distance between a layer's new and current weights.
 
-``gradient`` and ``displacement`` are dictionaries ``{"weight": [..., d, n], "bias": [..., d]}``;
-``eta`` is the learning rate of the group, ``rate`` the one of the current local iteration.
+Layout: ``gradient`` and ``displacement = W̃ − W`` are ``{"weight": [..., d, n], "bias": [..., d]}``,
+with one entry for each trained tensor. ``eta`` is the learning rate η of the parameter group, ``rate``
+the learning rate of the current local iteration. The solvers that apply a regularizer are in
+``solvers/``.
 """
 
 from __future__ import annotations
@@ -17,44 +19,74 @@ from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 
 
 class Regularizer:
-    """No regularizer, as the paper's algorithms run; subclass it for your own."""
+    """Base class of regularizers: without any penalty, as Algorithms 1 to 4 run.
+
+    Subclass it and define ``direction`` (a smooth penalty) or ``prox`` (a penalty with a proximal map),
+    and ``value`` for diagnostics.
+
+    Attributes:
+        name: the name for ``LocoProp(regularizer=...)``.
+        needs: ``{"fisher"}`` if a Fisher matrix must be sampled in the backward pass.
+    """
 
     name: ClassVar[str] = "none"
-    needs: ClassVar[frozenset[str]] = frozenset()  # {"fisher"}: a sampled Fisher is recorded
+    needs: ClassVar[frozenset[str]] = frozenset()
 
     def direction(
         self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
-        """The direction the solver follows, from the local loss's gradient."""
+        """Return the direction that the solver follows.
+
+        Args:
+            gradient: gradient of the local loss at the current iterate.
+            displacement: ``W̃ − W`` at the current iterate.
+            eta: the learning rate η.
+            metric: the Fisher metric of the layer, if ``needs`` asks for it.
+        """
         return gradient
 
     def prox(self, displacement: Tensor, rate: Number) -> Tensor:
-        """The proximal map applied to the displacement after each solver step of size ``rate``."""
+        """Return the proximal map of ``rate · R`` at a displacement, after each local iteration."""
         return displacement
 
     @property
     def has_direction(self) -> bool:
+        """True if the regularizer changes the direction of the solver."""
         return type(self).direction is not Regularizer.direction
 
     @property
     def has_prox(self) -> bool:
+        """True if the regularizer has a proximal map."""
         return type(self).prox is not Regularizer.prox
 
     def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
-        """``R(W̃, W)``."""
+        """Return ``R(W̃, W)`` as a scalar tensor."""
         return torch.zeros(())
 
 
 @dataclass(eq=False)
 class Metric:
-    """The Kronecker-factored Fisher ``D ⊗ A`` of a layer: D ``[d, d]``, A ``[n(+1), n(+1)]``."""
+    """The Kronecker-factored Fisher matrix ``D ⊗ A`` of a layer (Eq. 12, factored as for Eq. 14).
+
+    Attributes:
+        pre_activation: ``D = E[g gᵀ]``, ``[..., d, d]``, for labels drawn from the model.
+        inputs: ``A = E[x xᵀ]``, ``[..., n(+1), n(+1)]``, the paper's X. With a bias, x ends with a
+            constant one.
+    """
 
     pre_activation: Tensor
     inputs: Tensor
     _factors: tuple[Tensor, Tensor] | None = None
 
     def solve(self, joint: Tensor, damping: float) -> Tensor:
-        """``D⁻¹ G A⁻¹`` with both factors damped; they are factored once."""
+        """Return the natural gradient ``D⁻¹ G A⁻¹`` (Eqs. 13 and 14) with both factors damped.
+
+        The Cholesky factors are computed in the first call and kept.
+
+        Args:
+            joint: the gradient of weight and bias as one matrix G, ``[..., d, n(+1)]``.
+            damping: multiple of each factor's mean diagonal that is added to its diagonal.
+        """
         if self._factors is None:
             self._factors = (
                 cholesky(damped(self.pre_activation, damping)),
@@ -65,13 +97,14 @@ class Metric:
 
 
 class L2(Regularizer):
-    """``‖W̃ − W‖² / 2η`` (Eqs. 3 and 7)."""
+    """The squared distance ``‖W̃ − W‖²/2η``, as in the objectives of Eqs. 3, 7, 16 and 18."""
 
     name = "l2"
 
     def direction(
         self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
+        """Return ``∇D + (W̃ − W)/η``, which is zero at the fixed points of Eqs. 4, 8, 17 and 19."""
         return pulled_back_to_start(gradient, displacement, eta)
 
     def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
@@ -82,9 +115,13 @@ class L2(Regularizer):
 
 @dataclass(frozen=True)
 class L1(Regularizer):
-    """``strength · ‖W̃ − W‖₁`` by its proximal step: entries that gain too little do not move.
+    """The penalty ``strength · ‖W̃ − W‖₁``, for sparse updates.
 
-    With sgd, an entry moves in the first iteration only if ``γ |∂L/∂w|`` exceeds the strength.
+    Each local iteration ends with its proximal map, a soft threshold. With ``solver="sgd"``, a weight
+    moves in the first iteration only if ``γ |∂L/∂w|`` exceeds ``strength``.
+
+    Args:
+        strength: the factor of the penalty, >= 0.
     """
 
     strength: float = 1.0
@@ -95,6 +132,7 @@ class L1(Regularizer):
             raise ValueError(f"Invalid strength={self.strength}. Must be >= 0.")
 
     def prox(self, displacement: Tensor, rate: Number) -> Tensor:
+        """Return the displacement with each entry moved towards zero by ``rate · strength``."""
         threshold = rate * self.strength
         return displacement.sign() * (displacement.abs() - threshold).clamp_min(0)
 
@@ -104,10 +142,15 @@ class L1(Regularizer):
 
 @dataclass(frozen=True)
 class FisherMahalanobis(Regularizer):
-    """``(w̃ − w)ᵀ F (w̃ − w) / 2η`` with the Kronecker-factored Fisher of the layer.
+    """The Mahalanobis distance ``(w̃ − w)ᵀ F (w̃ − w)/2η`` in the layer's Fisher matrix F (Eq. 12).
 
-    The solver follows ``F⁻¹ ∇D + (W̃ − W)/η``: the first iteration is a natural-gradient step, and
-    the fixed point is the minimiser. ``damping`` is relative to each factor's mean diagonal.
+    F is Kronecker-factored (:class:`Metric`). The solver follows ``F⁻¹ ∇D + (W̃ − W)/η``: the first
+    local iteration is a natural-gradient step (Eq. 13), and the fixed point minimizes the local loss
+    plus the penalty.
+
+    Args:
+        damping: multiple of each factor's mean diagonal that is added to its diagonal.
+        decay: weight of the past in the running average of the Fisher matrix over steps.
     """
 
     damping: float = 1e-2
@@ -124,6 +167,7 @@ class FisherMahalanobis(Regularizer):
     def direction(
         self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
     ) -> Tensors:
+        """Return ``F⁻¹ ∇D + (W̃ − W)/η``."""
         assert metric is not None
         natural = metric.solve(join(gradient), self.damping)
         return pulled_back_to_start(split(natural, gradient), displacement, eta)
@@ -144,7 +188,7 @@ REGULARIZERS: dict[str, Regularizer] = {
 
 
 def pulled_back_to_start(gradient: Tensors, displacement: Tensors, eta: Number) -> Tensors:
-    """``gradient + displacement / η``; at η = 0 nothing has moved."""
+    """Return ``gradient + displacement/η``, or ``gradient`` where η = 0: nothing has moved there."""
     if not isinstance(eta, Tensor):
         weight: Number = 1 / eta if eta else 0.0
     else:

@@ -1,13 +1,15 @@
-"""Targets: where a layer should go, as seen from one backward pass.
+"""Targets: the values that a layer's local problem moves its activations towards.
 
-Layout of every tensor here: ``[..., rows, features]``. ``a`` is the pre-activation at the current
-weights, ``y = f(a)``, ``g = ∂L/∂a`` and ``v = ∂L/∂y`` come from the ordinary backward pass.
+Layout: every tensor is ``[..., rows, d]``. ``a`` is the pre-activation at the current weights and
+``y = f(a)``; ``g = ∂L/∂a`` and ``v = ∂L/∂y`` come from the ordinary backward pass; ``γ`` is the
+activation step size.
 
-A target enters the local problem through its residual. For the targets of the paper the weight
-gradient at the start, ``δ₀ᵀX``, is ``γ`` times the ordinary gradient ``G``, so they never need ``g``
-row by row: :meth:`Target.first_gradient` hands the problem ``γ G``, and ``g=None`` stands for a target
-measured from that gradient. What the user did to ``p.grad`` before the step (clipping, averaging
-over machines, a penalty on the weights) is thereby part of the local problem.
+A target enters the local problem through the residual ``δ`` of the local loss (``losses.py``). At the
+start of the local iterations, the targets of Algorithms 1 to 4 give the weight gradient
+``δ₀ᵀX = γ G``, where ``G`` is the ordinary gradient ``p.grad``. The local problem therefore takes its
+first gradient from :meth:`Target.first_gradient` and, where possible, needs no ``g`` for each row: the
+target is then called with ``g=None``. Changes that the user makes to ``p.grad`` before the step
+(clipping, averaging over processes, a penalty on the weights) thus become part of the local problem.
 """
 
 from __future__ import annotations
@@ -23,14 +25,17 @@ from torch_locoprop.paper.transfers import Transfer
 
 
 class Target:
-    """Base of all targets; subclass it for your own.
+    """Base class of targets. Subclass it and define ``__call__``.
 
-    ``needs`` lists what must be recorded during the backward pass: ``"g"`` for ∂L/∂a, ``"v"`` for
-    ∂L/∂y, ``"fisher"`` for a sampled Fisher matrix of the pre-activations. The rest is None.
+    Attributes:
+        needs: what the backward pass must record: ``"g"`` for ∂L/∂a, ``"v"`` for ∂L/∂y, ``"fisher"``
+            for a sampled Fisher matrix of the pre-activations. What is not recorded is None.
+        starts_at_zero: True if the target called with ``g=None`` is the layer's present activation, so
+            that the first residual is zero and the first gradient comes from ``first_gradient``.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset({"g"})
-    starts_at_zero: ClassVar[bool] = False  # without g, the target is where the layer already is
+    starts_at_zero: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -38,33 +43,54 @@ class Target:
     def __call__(
         self, a: Tensor, transfer: Transfer, g: Tensor | None, v: Tensor | None, gamma: Number
     ) -> Tensor:
-        """Return the target rows ``[..., rows, features]``."""
+        """Return the target.
+
+        Args:
+            a: pre-activations at the current weights, ``[..., rows, d]``.
+            transfer: the layer's transfer f.
+            g: ``∂L/∂a``, ``[..., rows, d]``, or None.
+            v: ``∂L/∂y``, ``[..., rows, d]``, or None.
+            gamma: the activation step size γ.
+
+        Returns:
+            The target, ``[..., rows, d]``.
+        """
         raise NotImplementedError
 
     def first_gradient(
         self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
-        """The local weight gradient at the start, from the ordinary one; None: take ``δ₀ᵀX``."""
+        """Return the gradient of the local loss at the current weights, without any row.
+
+        Args:
+            gradient: the ordinary gradient G, ``{"weight": [..., d, n], "bias": [..., d]}``.
+            gamma: the activation step size γ.
+            fisher: Fisher matrix of the pre-activations, ``[..., d, d]``, or None.
+
+        Returns:
+            The local gradient with the keys of ``gradient``, or None to compute it as ``δ₀ᵀX``.
+        """
         return None
 
     @property
     def knows_first_gradient(self) -> bool:
-        """Whether :meth:`first_gradient` never is None."""
+        """True if :meth:`first_gradient` is known never to return None."""
         ours = (BackPropTarget.first_gradient, NaturalGradient.first_gradient)
         return type(self).first_gradient in ours
 
 
 class BackPropTarget(Target):
-    """A target whose first residual is ``γ g``: one local iteration is a BackProp step."""
+    """Base class of targets whose first residual is ``γ g``: one local iteration is a BackProp step."""
 
     def first_gradient(
         self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
+        """Return ``γ G``."""
         return {name: spread(gamma, value) * value for name, value in gradient.items()}
 
 
 class GradientDescent(BackPropTarget):
-    """``a* = a − γ ∂L/∂a`` (Algorithm 1, LocoProp-S)."""
+    """The gradient-descent target ``a* = a − γ ∂L/∂a`` of LocoProp-S (Algorithm 1)."""
 
     needs = frozenset()
     starts_at_zero = True
@@ -76,7 +102,7 @@ class GradientDescent(BackPropTarget):
 
 
 class MirrorDescent(BackPropTarget):
-    """``y* = f(a) − γ ∂L/∂a`` (Algorithm 2, LocoProp-M)."""
+    """The mirror-descent target ``y* = f(a) − γ ∂L/∂a`` of LocoProp-M (Algorithm 2)."""
 
     needs = frozenset()
     starts_at_zero = True
@@ -88,7 +114,7 @@ class MirrorDescent(BackPropTarget):
 
 
 class PostGradientDescent(BackPropTarget):
-    """``y* = f(a) − γ ∂L/∂y`` (Algorithm 3, PocoProp-S)."""
+    """The post-activation target ``y* = f(a) − γ ∂L/∂y`` of PocoProp-S (Algorithm 3)."""
 
     needs = frozenset({"v"})
 
@@ -99,7 +125,7 @@ class PostGradientDescent(BackPropTarget):
 
 
 class DualMirrorDescent(BackPropTarget):
-    """``a* = a − γ ∂L/∂y`` (Algorithm 4, PocoProp-M)."""
+    """The dual mirror-descent target ``a* = a − γ ∂L/∂y`` of PocoProp-M (Algorithm 4)."""
 
     needs = frozenset({"v"})
 
@@ -111,11 +137,16 @@ class DualMirrorDescent(BackPropTarget):
 
 @dataclass(frozen=True)
 class NaturalGradient(Target):
-    """``a* = a − γ D⁻¹ ∂L/∂a``, D the Fisher matrix of the pre-activations (Proposition 1).
+    """The natural-gradient target ``a* = a − γ D⁻¹ ∂L/∂a`` (Proposition 1).
 
-    D is estimated from labels drawn from the model's own predictive distribution, averaged over
-    steps with weight ``decay``, sampled anew every ``every`` steps, and inverted with ``damping``
-    times its mean diagonal added.
+    ``D [d, d]`` is the Fisher matrix of the pre-activations, estimated from labels that are drawn from
+    the model's predictive distribution (Eq. 12). With the squared loss and ``solver="exact"``, the
+    update is that of Eq. 15, a damped form of K-FAC.
+
+    Args:
+        damping: this multiple of D's mean diagonal is added to its diagonal before D is inverted.
+        decay: weight of the past in the running average of D over steps.
+        every: number of steps between two samples of D.
     """
 
     damping: float = 1e-2
@@ -140,11 +171,12 @@ class NaturalGradient(Target):
     def first_gradient(
         self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
+        """Return ``γ D⁻¹ G``."""
         assert fisher is not None
         natural = split(damped_solve(fisher, join(gradient), self.damping), gradient)
         return {name: spread(gamma, value) * value for name, value in natural.items()}
 
 
 def step_from(start: Tensor, direction: Tensor | None, gamma: Number) -> Tensor:
-    """``start − γ direction``; no direction: the start itself."""
+    """Return ``start − γ · direction``, or ``start`` if ``direction`` is None."""
     return start if direction is None else start - spread(gamma, start) * direction

@@ -1,4 +1,7 @@
-"""The variants of the paper as data: a target, a local loss, and what happens at the output."""
+"""The variants of the paper as data: a target (``targets.py``) and a local loss (``losses.py``) each.
+
+The solver and the regularizer are settings of the optimizer and not part of a variant.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,26 @@ from torch_locoprop.paper.targets import (
 
 @dataclass(frozen=True)
 class Variant:
-    """A kind of local problem. Make your own from any :class:`Target` and :class:`LocalLoss`."""
+    """A kind of local problem: Algorithms 1 to 4, ProxProp, or your own target and loss.
+
+    Args:
+        name: the name for summaries.
+        target: the target of the local problem.
+        loss: the local loss between the layer's pre-activation and the target.
+        output_by_gradient_descent: if True, the output layer takes one gradient-descent step with the
+            rate ``ηγ`` in place of a local problem, as in ProxProp.
+
+    Example::
+
+        >>> from torch_locoprop import LocoProp, Variant, losses, targets
+        >>> variant = Variant("mine", targets.GradientDescent(), losses.Squared())
+        >>> opt = LocoProp(model, variant=variant)
+    """
 
     name: str
     target: Target
     loss: LocalLoss
-    output_by_gradient_descent: bool = False  # ProxProp: the output layer takes one plain step
+    output_by_gradient_descent: bool = False
 
 
 VARIANTS = {

@@ -1,16 +1,18 @@
-"""Closed forms of the local problem with the proximal term ``‖W̃ − W‖²/2η``.
+"""Closed forms of the local problem with the proximal term ``‖W̃ − W‖²/2η``: no local iterations.
 
-With ``C = XᵀX`` and ``γG`` the gradient at the start (``γ D⁻¹ G`` for the natural target, which makes
-this the K-FAC update), the squared loss gives the implicit-gradient update
+Let ``C = XᵀX``, ``Δ = W̃ − W``, and let ``γ G`` be the local gradient at the current weights. For the
+squared loss, setting the derivative of Eq. 3 to zero gives the implicit-gradient update
 
-    Δ (I + η C) = −η γ G ,
+    Δ (I + η C) = −η γ G .
 
-and the matching loss, linearised as in Proposition 3 with the Hessian H of F, the Sylvester equation
+With the natural-gradient target the right-hand side is ``−η γ D⁻¹ G``, and the update is that of
+Eq. 15. For the matching loss, Proposition 3 replaces f by its tangent with the Hessian H of F, which
+gives the Sylvester equation (Eq. 10 multiplied by H, Eq. 11)
 
     Δ + η H Δ C = −η γ G .
 
-H belongs to one row. For a batch its mean over the rows is used: an approximation, exact for one row
-and for transfers of constant slope.
+H belongs to one row. For a batch, the mean of H over the rows is used. This is exact for one row and
+for transfers of constant slope, and an approximation otherwise.
 """
 
 from __future__ import annotations
@@ -36,13 +38,17 @@ from torch_locoprop.solvers.base import Numbers, Solver
 
 @dataclass(frozen=True)
 class Exact(Solver):
-    """The exact solution, optionally on a running average of ``C`` refactored every k steps.
+    """Solve the local problem in closed form (Eqs. 4, 10, 11 and 15), as ``solver="exact"``.
 
-    Plain ``Exact()`` solves each batch's own problem, in the system of inputs or of rows, whichever
-    is smaller. With ``decay``, C is a running average over steps. With ``every=k`` the factorisation
-    is renewed every k steps; one that is not finite waits for the next. With ``damping`` the proximal
-    weight 1/η is replaced by ``damping`` times the mean diagonal of C, and lr becomes the length of
-    the step: ``Δ = −lr γ G (C + λI)⁻¹``.
+    Without arguments, each batch's own problem is solved, through the ``n × n`` system of the inputs or
+    the ``rows × rows`` system, whichever is smaller.
+
+    Args:
+        decay: weight of the past in a running average of C over steps.
+        every: number of steps between two factorizations of C. A factorization that is not finite is
+            replaced at the next one.
+        damping: if given, the proximal weight 1/η is replaced by λ, which is ``damping`` times the mean
+            diagonal of C, and the learning rate scales the step: ``Δ = −lr γ G (C + λI)⁻¹``.
     """
 
     decay: float = 0.0
@@ -84,7 +90,7 @@ class Exact(Solver):
     def _on_running_gram(
         self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: Number
     ) -> tuple[Tensor, Tensors]:
-        """The solution with C and its factorisation kept in the state."""
+        """Return Δ and the new state, which keeps the running C and its factorization."""
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
         if any(each.shape[-1] != gradient.shape[-1] for each in known):  # a bias frozen or thawed
             state = {}
@@ -136,7 +142,7 @@ class Exact(Solver):
 
     @property
     def _is_plain(self) -> bool:
-        """Whether each batch's own problem is solved."""
+        """True if each batch's own problem is solved, without averages or damping."""
         return self.every == 1 and self.decay == 0 and self.damping is None
 
     def _renews(self, number: int) -> bool:
@@ -152,12 +158,12 @@ class Exact(Solver):
 
 
 def _factors(h: Tensor | None) -> str:
-    """What the state has of C once it is factored."""
+    """Return the key under which the state keeps the factorization of C."""
     return "inverse" if h is None else "eigenvectors"
 
 
 def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
-    """Δ of the problem as it stands: by the rows, where all of them are here."""
+    """Return Δ of one batch's problem, from the rows if this process has all of them."""
     if problem.exchange is not None or isinstance(problem.x, Gram):
         return _on_gram(problem, gradient, h, eta)
     x = problem.inputs * problem.row_weight**0.5
@@ -165,7 +171,7 @@ def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta
 
 
 def _on_gram(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
-    """Δ as below where C is all there is of the rows, or of those of other processes; in float64."""
+    """Return Δ computed from C in float64, when the rows are condensed or on other processes."""
     dtype, gradient, gram = gradient.dtype, gradient.double(), problem.square(torch.float64)
     if h is None:
         system = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
@@ -176,7 +182,16 @@ def _on_gram(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Num
 
 
 def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:
-    """Δ of ``Δ (I + η XᵀX) = −η G``: G ``[..., d, n]``, X ``[..., rows, n]``."""
+    """Return the solution Δ of ``Δ (I + η XᵀX) = −η G``, the closed form of Eq. 4.
+
+    Args:
+        gradient: the local gradient G at the current weights, ``[..., d, n]``.
+        x: the inputs X, ``[..., rows, n]``.
+        eta: the learning rate η.
+
+    Returns:
+        The displacement Δ of the weights, ``[..., d, n]``.
+    """
     gradient, x, dtype = *precise_enough(gradient, x, eta), x.dtype
     rows, n = x.shape[-2:]
     if rows >= n:
@@ -188,15 +203,28 @@ def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:
 
 
 def precise_enough(gradient: Tensor, x: Tensor, eta: Number) -> tuple[Tensor, Tensor]:
-    """Both in a dtype in which ``I + η XᵀX`` can be solved: float64 where η is large for it."""
-    condition = spread(eta, x) * x.square().sum((-2, -1), keepdim=True)  # bounds it from above
+    """Return both, in float64 if ``I + η XᵀX`` may be too ill-conditioned for their dtype."""
+    condition = spread(eta, x) * x.square().sum((-2, -1), keepdim=True)  # an upper bound
     if bool((condition * torch.finfo(x.dtype).eps > 1e-3).any()):
         return gradient.double(), x.double()
     return gradient, x
 
 
 def sylvester(gradient: Tensor, x: Tensor, eta: Number, h: Tensor) -> Tensor:
-    """Δ of ``Δ + η H Δ XᵀX = −η G`` with H ``[..., d]`` (diagonal) or ``[..., d, d]``."""
+    """Return the solution Δ of ``Δ + η H Δ XᵀX = −η G`` (Proposition 3).
+
+    This is Eq. 10 multiplied by H; its vectorized form is Eq. 11. In the eigenvectors of ``XᵀX`` and H
+    the solution is a division, entry by entry: H is not inverted and no Kronecker product is formed.
+
+    Args:
+        gradient: the local gradient G at the current weights, ``[..., d, n]``.
+        x: the inputs X, ``[..., rows, n]``.
+        eta: the learning rate η.
+        h: the Hessian H of F, ``[..., d]`` if diagonal, else ``[..., d, d]``.
+
+    Returns:
+        The displacement Δ of the weights, ``[..., d, n]``.
+    """
     gradient, x, dtype = *precise_enough(gradient, x, eta), x.dtype
     h = h.to(x.dtype)
     rows, n = x.shape[-2:]
@@ -204,7 +232,7 @@ def sylvester(gradient: Tensor, x: Tensor, eta: Number, h: Tensor) -> Tensor:
         values, basis = eigh(x.mT @ x)
         return (-eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta)).to(dtype)
     values, left = eigh(x @ x.mT)
-    # Right singular vectors of the rows that carry anything; outside their span Δ = −η G.
+    # Right singular vectors of X with singular values above rounding. Outside their span, Δ = −η G.
     negligible = values <= values.amax(-1, keepdim=True) * rows * torch.finfo(x.dtype).eps
     basis = x.mT @ (left / values.masked_fill(negligible, torch.inf).sqrt().unsqueeze(-2))
     outside = gradient - gradient @ basis @ basis.mT
@@ -215,7 +243,7 @@ def sylvester(gradient: Tensor, x: Tensor, eta: Number, h: Tensor) -> Tensor:
 def _sylvester_in_basis(
     gradient: Tensor, values: Tensor, basis: Tensor, shift: Number, h: Tensor, eta: Number = 1.0
 ) -> Tensor:
-    """``Σ`` of ``shift·Σ + η H Σ C = G`` in the span of ``basis``, C = basis diag(values) basisᵀ."""
+    """Solve ``shift · Σ + η H Σ C = G`` for Σ within the span of the eigenvectors ``basis`` of C."""
     inside = gradient @ basis
     if h.dim() < gradient.dim():
         return inside / (shift + eta * h.unsqueeze(-1) * values.unsqueeze(-2)) @ basis.mT
@@ -225,7 +253,7 @@ def _sylvester_in_basis(
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (negative rounding removed) and vectors; NaN where a matrix is not finite."""
+    """Return the eigenvalues, clamped to >= 0, and eigenvectors; NaN if a matrix is not finite."""
     finite = matrix.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
     dtype = matrix.dtype
     matrix = at_least_float32(torch.where(finite, matrix, 0.0))
