@@ -478,7 +478,7 @@ def test_a_default_fallback_comes_with_a_warning_and_a_summary() -> None:
         ({"weight_decay": -1.0}, "Invalid weight_decay=-1.0"),
         ({"every": 0}, r"Invalid every=0. Must be an integer >= 1"),
         ({"every": True}, "Invalid every=True"),
-        ({"output_transfer": None}, r"Invalid output_transfer=None. .* say which by loss_fn="),
+        ({"output_transfer": None}, r"Invalid output_transfer=None. .* give loss_fn="),
         ({"output_transfer": "tanh"}, "Invalid output_transfer='tanh'"),
     ],
 )

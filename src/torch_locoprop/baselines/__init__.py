@@ -1,4 +1,9 @@
-"""The optimizers LocoProp is compared with: K-FAC, Shampoo, and TensorFlow's first-order methods."""
+"""Optimizers that the paper compares LocoProp with.
+
+:class:`KFAC` and :class:`Shampoo` are second-order methods. :class:`SGD`, :class:`Momentum`,
+:class:`Nesterov`, :class:`Adagrad`, :class:`RMSProp` and :class:`Adam` follow TensorFlow's formulas,
+which differ from those of ``torch.optim``.
+"""
 
 from torch_locoprop.baselines.first_order import SGD, Adagrad, Adam, Momentum, Nesterov, RMSProp
 from torch_locoprop.baselines.kfac import KFAC

@@ -1,4 +1,4 @@
-"""What the baselines share: the checks of their settings, and the step of one tensor at a time."""
+"""Shared parts of the baselines: checks of settings, and optimizers that move one tensor at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_locoprop.config.groups import Group, decayed
 from torch_locoprop.config.settings import check_number
 from torch_locoprop.paper.tensors import Tensors
 
-_BELOW = {
+_BELOW = {  # upper bounds of settings, not included; the lower bound is 0
     "lr": math.inf,
     "momentum": 1.0,
     "decay": 1.0,
@@ -27,7 +27,15 @@ _COUNTS = ("every", "max_size")
 
 
 def check_settings(group: Mapping[str, Any], positive: tuple[str, ...] = ()) -> None:
-    """Raise unless the settings in a group are valid; those in ``positive`` may not be zero."""
+    """Check the settings of a parameter group.
+
+    Args:
+        group: settings by name; names that no baseline has are not checked.
+        positive: names of settings that must be greater than zero.
+
+    Raises:
+        ValueError: a number is out of range, or ``every`` or ``max_size`` is not a positive integer.
+    """
     for name, high in _BELOW.items():
         if name in group:
             check_number(name, group[name], 0.0, name not in positive, high)
@@ -38,24 +46,34 @@ def check_settings(group: Mapping[str, Any], positive: tuple[str, ...] = ()) -> 
 
 
 class PerTensor(torch.optim.Optimizer):
-    """An optimizer in which each tensor moves by its own gradient; subclasses give ``change``.
+    """Base class of optimizers that compute the step of a tensor from its own gradient alone.
 
-    Weight decay is decoupled: tensors of two or more dimensions, so no biases, shrink by
-    ``1 − lr · weight_decay`` before the step.
+    Subclasses implement :meth:`change`, or override :meth:`move`. Weight decay is decoupled: tensors
+    of two or more dimensions are multiplied by ``1 − lr · weight_decay`` before the step. Biases do
+    not decay.
     """
 
-    positive: ClassVar[tuple[str, ...]] = ()  # settings that may not be zero
-    capturable: ClassVar[bool] = False  # a step, once taken, can be replayed as a CUDA graph
+    positive: ClassVar[tuple[str, ...]] = ()  # settings that must be greater than zero
+    capturable: ClassVar[bool] = False  # True if a CUDA graph can replay all steps but the first
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
         super().__init__(params, defaults)
 
     def change(self, gradient: Tensor, state: Tensors, group: Group) -> tuple[Tensor, Tensors]:
-        """Return what to subtract from the tensor, and its new state (``{}`` at first)."""
+        """Compute the step of one tensor.
+
+        Args:
+            gradient: the gradient of the loss, of any shape.
+            state: the tensor's state after the last step; empty before the first.
+            group: the settings of the tensor's parameter group.
+
+        Returns:
+            The tensor to subtract from the parameter, in the gradient's shape, and the new state.
+        """
         raise NotImplementedError
 
     def check(self, group: Group) -> None:
-        """Raise unless the settings of a group are valid."""
+        """Raise ``ValueError`` if a setting of the group is invalid."""
         check_settings(group, self.positive)
 
     def add_param_group(self, param_group: Group) -> None:
@@ -70,7 +88,14 @@ class PerTensor(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move every tensor that has a gradient."""
+        """Take one step for every parameter that has a gradient.
+
+        Args:
+            closure: computes the gradients and returns the loss, as in ``torch.optim``.
+
+        Returns:
+            The loss that the closure returned, or None without one.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -82,11 +107,11 @@ class PerTensor(torch.optim.Optimizer):
         return loss
 
     def move(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
-        """Move one tensor and its state."""
+        """Update one parameter and its state."""
         change, self.state[parameter] = self.change(gradient, self.state[parameter], group)
         parameter.copy_(self.shrunk(parameter, group) - change)
 
     @staticmethod
     def shrunk(parameter: nn.Parameter, group: Group) -> Tensor:
-        """The tensor after weight decay; itself where there is none."""
+        """Return the parameter after weight decay; the parameter itself if it does not decay."""
         return decayed("weight" if parameter.dim() >= 2 else "bias", parameter, group)

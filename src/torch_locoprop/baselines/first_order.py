@@ -1,7 +1,17 @@
-"""The paper's first-order methods with TensorFlow's semantics, as ordinary optimizers.
+"""First-order optimizers with TensorFlow's formulas, as the paper uses them.
 
-They differ from ``torch.optim``'s in where ε and the learning rate stand and in how states begin; the
-formulas are those of :mod:`torch_locoprop.solvers.first_order`, applied to the gradient of the loss.
+``torch.optim`` has methods of the same names that differ in where ε and the learning rate enter and in
+the initial state. The formulas are those of :mod:`torch_locoprop.solvers.first_order`, applied to the
+gradient g of the loss. All of them are used like an optimizer of ``torch.optim``::
+
+    optimizer = baselines.RMSProp(model.parameters(), lr=1e-3, momentum=0.9)
+    loss_fn(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+The argument ``params`` is what ``torch.optim`` takes: parameters, or parameter groups with settings of
+their own. ``weight_decay`` is decoupled: weights are multiplied by ``1 − lr · weight_decay`` before the
+step, biases are not.
 """
 
 from __future__ import annotations
@@ -17,13 +27,13 @@ from torch_locoprop.solvers import FirstOrder, Numbers, first_order
 
 
 class _Plain(PerTensor):
-    """One step of a first-order solver on the gradient of the loss."""
+    """Base class: one iteration of a first-order solver with the gradient of the loss."""
 
     solver: ClassVar[FirstOrder]
     capturable = True
 
     def move(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
-        """Move one tensor and its state in place, so that a captured step goes on from there."""
+        """Update one parameter and its state in place: a CUDA graph replays on the same memory."""
         numbers = Numbers(
             **{name: group[name] for name in ("lr", "momentum", "decay", "eps") if name in group}
         )
@@ -39,7 +49,13 @@ class _Plain(PerTensor):
 
 
 class SGD(_Plain):
-    """``w ← w − η g``."""
+    """Gradient descent: ``w ← w − η g``.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate η.
+        weight_decay: decoupled weight decay.
+    """
 
     solver = first_order.Sgd()
 
@@ -54,7 +70,14 @@ class SGD(_Plain):
 
 
 class Momentum(_Plain):
-    """``m ← μ m + g``, ``w ← w − η m``."""
+    """Heavy-ball momentum: ``m ← μ m + g``, ``w ← w − η m``.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate η.
+        momentum: factor μ.
+        weight_decay: decoupled weight decay.
+    """
 
     solver: ClassVar[FirstOrder] = first_order.Momentum()
 
@@ -70,13 +93,27 @@ class Momentum(_Plain):
 
 
 class Nesterov(Momentum):
-    """``m ← μ m + g``, ``w ← w − η (g + μ m)``."""
+    """Nesterov's momentum: ``m ← μ m + g``, ``w ← w − η (g + μ m)``.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate η.
+        momentum: factor μ.
+        weight_decay: decoupled weight decay.
+    """
 
     solver = first_order.Nesterov()
 
 
 class Adagrad(_Plain):
-    """``v ← v + g²`` from v₀ = ``eps``, ``w ← w − η g / √v``."""
+    """Adagrad: ``v ← v + g²``, ``w ← w − η g / √v``.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate η.
+        eps: initial value v₀ of the accumulator; must be greater than zero.
+        weight_decay: decoupled weight decay.
+    """
 
     solver = first_order.Adagrad()
     positive = ("eps",)
@@ -93,9 +130,18 @@ class Adagrad(_Plain):
 
 
 class RMSProp(_Plain):
-    """``v ← ρ v + (1−ρ) g²`` from v₀ = 1, ``m ← μ m + η g / √(v + ε)``, ``w ← w − m``.
+    """RMSProp with momentum: ``v ← ρ v + (1−ρ) g²``, ``m ← μ m + η g / √(v + ε)``, ``w ← w − m``.
 
-    The learning rate is inside the momentum: at a rate of zero the weights keep moving for a while.
+    The accumulator starts at v₀ = 1. The momentum m contains the learning rate, so weights keep moving
+    for some steps after the learning rate has dropped to zero.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate η.
+        momentum: factor μ.
+        decay: factor ρ of the running average of squared gradients.
+        eps: constant ε inside the square root.
+        weight_decay: decoupled weight decay.
     """
 
     solver = first_order.RmsProp()
@@ -116,7 +162,18 @@ class RMSProp(_Plain):
 
 
 class Adam(_Plain):
-    """``w ← w − η √(1−β₂ᵗ)/(1−β₁ᵗ) · m / (√v + ε)``."""
+    """Adam: ``w ← w − η √(1−β₂ᵗ)/(1−β₁ᵗ) · m / (√v + ε)`` in step t.
+
+    m and v are running averages, from zero, of g with factor β₁ and of g² with factor β₂.
+
+    Args:
+        params: parameters or parameter groups.
+        lr: learning rate η.
+        momentum: factor β₁.
+        decay: factor β₂.
+        eps: constant ε.
+        weight_decay: decoupled weight decay.
+    """
 
     solver = first_order.Adam()
 

@@ -1,8 +1,12 @@
-"""K-FAC (Martens & Grosse 2015) for linear layers: the natural gradient with ``F ≈ A ⊗ D`` per layer.
+"""K-FAC (Martens & Grosse 2015) for linear layers.
 
-``A = E[x̄ x̄ᵀ]`` ``[n+1, n+1]`` are the layer's inputs with a constant one for the bias, ``D = E[g gᵀ]``
-``[d, d]`` the gradients of its pre-activations for labels drawn from the model itself. With G
-``[d, n+1]`` the ordinary gradient, the direction is ``D⁻¹ G A⁻¹``, with both factors damped.
+K-FAC is the natural gradient with the Fisher matrix of a layer approximated by ``A ⊗ D``:
+
+    A = E[x̄ x̄ᵀ]  [n+1, n+1]   x̄: a layer's input and a constant one for the bias
+    D = E[g gᵀ]  [d, d]       g: the gradient of its pre-activation, for labels drawn from the model
+
+For the gradient G ``[d, n+1]`` of the loss, the direction of the step is ``D⁻¹ G A⁻¹``, with both
+factors damped.
 """
 
 from __future__ import annotations
@@ -32,35 +36,49 @@ from torch_locoprop.recording.model_scan import survey
 from torch_locoprop.reporting.summary import table, unserved_row
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
 
-# Steps that always renew the inverses. Martens & Grosse's Algorithm 2 has 3; where a batch has fewer
-# rows than the layer has inputs, inverses from so few batches throw the next ones far off.
+# Number of first steps that always compute the inverses. Martens & Grosse's Algorithm 2 has 3. If a
+# batch has fewer rows than the layer has inputs, inverses from so few batches are far off later on.
 EARLY = 20
 
 
 class KFAC(WithFallback):
-    """Natural-gradient steps for every linear layer, and ``fallback`` for everything else.
+    """K-FAC for every ``nn.Linear`` of a model; ``fallback`` trains all other parameters.
 
-    The loss should be the mean over rows of the negative log-likelihood that ``output_transfer``
-    tells (for images, the sum over pixels): the Fisher matrix is that of one row. Another scale of
-    the loss is another ``lr``. A layer called on sequences counts each position as a row.
+    The loss should be the mean over rows of the negative log-likelihood, which for images is a sum
+    over pixels: the Fisher matrix is that of one row. A loss of another scale needs another ``lr``.
+    For a layer that is called on sequences, each position is a row.
 
     Args:
-        model: the model, called as a whole: labels are drawn from its output.
-        lr: the learning rate.
-        momentum: heavy-ball momentum of the direction.
-        decay: of the running averages A and D; in step k at most 1 − 1/k, so that they begin as
-            plain means.
-        damping: λ of the factored Tikhonov damping, :func:`damped_factors`.
-        every: renew the inverses in the first 20 steps, where the averages change fast, and then in
-            every k-th. The averages take in every step.
-        weight_decay: decoupled; weights, not biases, shrink by ``1 − lr · weight_decay``.
-        clip: bound on ``lr² ⟨direction, G⟩``, which is to second order twice the KL divergence
-            between the predictions before and after; longer steps are shortened. None: no bound.
-        output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``, which
-            predict Bernoulli variables, classes, and Gaussians of unit variance.
-        loss_fn: the loss itself, from which ``output_transfer`` is read.
-        fallback: makes the optimizer of the parameters outside linear layers. Without it they get
-            ``AdamW(lr=1e-3)`` and you get a warning.
+        model: the model. Call ``model(x)`` itself and not only its parts: K-FAC draws labels from the
+            output.
+        lr: learning rate η.
+        momentum: factor μ of heavy-ball momentum.
+        decay: factor of the running averages A and D. In step k it is at most ``1 − 1/k``, so that the
+            first averages are plain means.
+        damping: λ of the factored Tikhonov damping, see :func:`damped_factors`.
+        every: compute the inverses in each of the first 20 steps, while A and D change fast, and then
+            in every k-th step. A and D are updated in every step.
+        weight_decay: decoupled weight decay: weights are multiplied by ``1 − lr · weight_decay``
+            before the step, biases are not.
+        clip: upper bound of ``lr² ⟨direction, G⟩``, summed over layers; longer steps are scaled down
+            to it. To second order this is twice the KL divergence between the predictions before and
+            after the step. None: no bound.
+        output_transfer: the transfer function inside the loss. ``sigmoid``: the model predicts
+            Bernoulli variables; ``softmax``: classes; ``linear``: Gaussians of unit variance.
+        loss_fn: the loss function; ``output_transfer`` is read from it.
+        fallback: function from the list of parameters outside linear layers to their optimizer. The
+            default is ``AdamW(lr=1e-3)``, with a warning.
+
+    Raises:
+        ValueError: a setting is invalid, the model has no linear layer, or neither
+            ``output_transfer`` nor ``loss_fn`` names one of the three distributions.
+
+    Example::
+
+        optimizer = baselines.KFAC(model, lr=1e-2, loss_fn=nn.CrossEntropyLoss(), every=10)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     def __init__(
@@ -70,7 +88,7 @@ class KFAC(WithFallback):
         *,
         momentum: float = 0.9,  # μ
         decay: float = 0.95,
-        damping: float = 1e-3,  # λ, the paper's ε
+        damping: float = 1e-3,  # λ; ε in the LocoProp paper
         every: int = 1,
         weight_decay: float = 0.0,
         clip: float | None = None,
@@ -95,8 +113,8 @@ class KFAC(WithFallback):
             "every": every,
             "weight_decay": weight_decay,
             "clip": clip,
-            "fallback": False,  # whose group it is
-            "steps": 0,  # taken so far
+            "fallback": False,  # True in the groups that the fallback trains
+            "steps": 0,  # number of steps taken
         }
         given = {name: value for name, value in defaults.items() if (name, value) != ("clip", None)}
         check_settings(given, positive=("damping", "clip"))
@@ -113,7 +131,18 @@ class KFAC(WithFallback):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a natural-gradient step in every layer that has a gradient; then step the fallback."""
+        """Take a K-FAC step for every linear layer with a gradient, then a step of the fallback.
+
+        Args:
+            closure: computes the gradients and returns the loss, as in ``torch.optim``.
+
+        Returns:
+            The loss that the closure returned, or None without one.
+
+        Raises:
+            RuntimeError: no backward pass was recorded since the last step, or the model's output was
+                not recorded, so that no labels could be drawn.
+        """
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -138,12 +167,15 @@ class KFAC(WithFallback):
         return loss
 
     def _direction(self, layer: ServedLayer, gradient: Tensor, group: Group) -> Tensor:
-        """``D⁻¹ G A⁻¹`` of one layer. The first of its tensors keeps the factors."""
+        """Return ``D⁻¹ G A⁻¹`` of one layer; update A, D and, if it is time, their inverses.
+
+        The state of the layer's first trained tensor holds the factors and their inverses.
+        """
         trained = layer.with_gradient
         state = self.state[next(iter(trained.values()))]
         if "inputs" in state and state["inputs"].shape[-1] != gradient.shape[-1]:
             for name in ("inputs", "gradients", "inverse_inputs", "inverse_gradients"):
-                del state[name]  # the bias was frozen, or thawed
+                del state[name]  # requires_grad of the bias was changed, so A has another size
         sampled = layer.sampled()
         if sampled is not None:
             x = layer.kind.inputs(layer.inputs(), "weight" in trained, "bias" in trained)
@@ -166,7 +198,7 @@ class KFAC(WithFallback):
         return direction
 
     def _move(self, layer: ServedLayer, direction: Tensor, group: Group) -> None:
-        """Momentum, weight decay and the step itself, tensor by tensor."""
+        """Update weight and bias of one layer: momentum, weight decay, step."""
         trained = layer.with_gradient
         for name, part in split(direction, dict(trained)).items():
             parameter, state = trained[name], self.state[trained[name]]
@@ -179,7 +211,7 @@ class KFAC(WithFallback):
         self._capture.clear()
 
     def summary(self) -> str:
-        """A table of all modules with parameters: what trains them, and why not K-FAC."""
+        """Return a table of all modules with parameters: which optimizer trains each, and why."""
         rows: list[tuple[str, ...]] = []
         for layer in self._layers:
             shape = "×".join(map(str, layer.tensors["weight"].shape))
@@ -193,11 +225,11 @@ class KFAC(WithFallback):
     # ---- torch.optim's contract ----------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Only the constructor adds groups."""
+        """Raise ``ValueError``: K-FAC has one parameter group, which the constructor makes."""
         if self.param_groups:
             raise ValueError(
-                "KFAC trains the whole model it was made for. Freeze what should not move by "
-                "requires_grad_(False); for a model that has grown, make a new KFAC."
+                "KFAC trains the whole model it was made for. Freeze parameters with "
+                "requires_grad_(False); after adding layers to the model, make a new KFAC."
             )
         super().add_param_group(param_group)
 
@@ -206,7 +238,7 @@ class KFAC(WithFallback):
         return {**super().__getstate__(), **{name: getattr(self, name) for name in kept}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also the last act of ``load_state_dict``."""
+        """Restore a copied or unpickled optimizer; ``load_state_dict`` calls this too."""
         super().__setstate__(state)
         if "_model" in state:
             self._attach()
@@ -216,7 +248,7 @@ class KFAC(WithFallback):
     # ---- plumbing ------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        """Find the linear layers of the model and put the hooks on them."""
+        """Find the linear layers of the model and register the hooks that record them."""
         every = set(self._model.parameters())
         self._layers, self._unserved = survey(self._model, every, kinds=nn.Linear)
         if not self._layers:
@@ -227,10 +259,15 @@ class KFAC(WithFallback):
 
 
 def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """``A + π √λ I`` and ``D + √λ/π I`` with ``π² = mean(diag A) / mean(diag D)``.
+    """Return ``A + π √λ I`` and ``D + √λ/π I`` with ``π² = mean(diag A) / mean(diag D)``.
 
-    Martens & Grosse, Section 6.3: the product is ``A ⊗ D + λ I`` and two cross terms, and this π
-    minimises a bound on those, in the trace norm. Where a factor is zero, π = 1.
+    The Kronecker product of the two is ``A ⊗ D + λ I`` plus two cross terms. This π minimises a bound
+    of the cross terms in the trace norm (Martens & Grosse, Section 6.3). If a factor is zero, π = 1.
+
+    Args:
+        A: ``[..., n, n]``.
+        D: ``[..., d, d]``.
+        damping: λ.
     """
     diagonals = [factor.diagonal(dim1=-2, dim2=-1) for factor in (A, D)]
     sizes = [diagonal.mean(-1)[..., None, None] for diagonal in diagonals]
@@ -244,7 +281,16 @@ def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor
 
 
 def clip_scale(directions: list[Tensor], gradients: list[Tensor], lr: float, clip: float) -> Tensor:
-    """``min(1, √(clip / lr² Σ⟨direction, G⟩))``: ⟨direction, G⟩ is the step's squared Fisher norm."""
+    """Return the factor ``min(1, √(clip / (lr² Σ ⟨direction, G⟩)))`` for the steps of all layers.
+
+    ``⟨direction, G⟩`` is the squared norm of a layer's direction in the metric of the Fisher matrix.
+
+    Args:
+        directions: ``D⁻¹ G A⁻¹`` of each layer.
+        gradients: G of each layer.
+        lr: learning rate η.
+        clip: upper bound of ``lr² Σ ⟨direction, G⟩``.
+    """
     products = [(v * g).sum() for v, g in zip(directions, gradients, strict=True)]
     norm = torch.stack([product.to(products[0].device) for product in products]).sum()
     return (clip / (lr**2 * norm)).sqrt().clamp_max(1.0)
@@ -255,14 +301,14 @@ def _gradients(layer: ServedLayer) -> Tensors:
 
 
 def _predictive(output_transfer: str | Transfer | None, loss_fn: object) -> Transfer:
-    """The transfer that tells the predictive distribution."""
+    """Return the transfer function inside the loss; it determines the predictive distribution."""
     transfer = None if output_transfer is None else transfers.get(output_transfer)
     if transfer is None and loss_fn is not None:
         transfer = transfer_detection.transfer_inside(loss_fn)
     if transfer is None or transfer.name not in PREDICTIVE:
         raise ValueError(
             f"Invalid output_transfer={transfer.name if transfer else None!r}. K-FAC draws labels "
-            "from the model's predictive distribution; say which by loss_fn=, or by "
-            f"output_transfer= ({', '.join(PREDICTIVE)})."
+            "from the model's predictive distribution: give loss_fn=, or output_transfer= as one "
+            f"of {', '.join(PREDICTIVE)}."
         )
     return transfer

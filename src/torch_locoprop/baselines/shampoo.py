@@ -1,10 +1,12 @@
 """Shampoo with grafting (Gupta et al. 2018; Anil et al., *Scalable second order optimization*).
 
-A matrix gradient G ``[m, n]`` (tensors of more dimensions as ``[d₀, rest]``) has the statistics
+For a gradient G ``[m, n]``, Shampoo keeps the statistics
 
-    L = avg G Gᵀ  [m, m] ,     R = avg Gᵀ G  [n, n]     and the direction     L^(−1/4) G R^(−1/4) ,
+    L = avg G Gᵀ  [m, m]      and      R = avg Gᵀ G  [n, n] ,
 
-where avg is a running average or, as in Adagrad, a sum. Its length is that of a simpler method's step.
+where avg is a running average or, as in Adagrad, a sum over steps. The direction of the step is
+``L^(−1/4) G R^(−1/4)``. Grafting scales it to the length of a simpler method's step. A tensor of more
+than two dimensions is treated as a matrix of its first dimension by all others.
 """
 
 from __future__ import annotations
@@ -24,23 +26,33 @@ GRAFTING = ("rmsprop", "adagrad", "sgd")
 
 
 class Shampoo(PerTensor):
-    """``m ← μ m + step``, ``w ← w − η m`` with Shampoo's direction at a simpler method's length.
+    """Shampoo with grafting and momentum: ``m ← μ m + step``, ``w ← w − η m``.
+
+    The step of a matrix has the direction ``L^(−1/4) G R^(−1/4)`` and the length of the step that
+    ``grafting`` names. A vector has no L and R and takes the step of ``grafting`` itself; without
+    grafting, the step of ``rmsprop``, or of ``adagrad`` if the statistics are sums.
 
     Args:
-        params: parameters or groups, as in ``torch.optim``.
-        lr: the learning rate.
-        momentum: heavy-ball momentum of the grafted step.
-        decay: of the running averages, whose first steps are corrected as Adam's are. None or 1
-            sums instead.
-        eps: ridge of the statistics, relative to their largest eigenvalue, and the ε of grafting.
-        every: renew the inverse roots in the first and then in every k-th step. The statistics take
-            in every gradient.
-        weight_decay: decoupled, tensors of two or more dimensions only.
-        grafting: whose length the step has: ``rmsprop``, ``adagrad``, ``sgd`` (the gradient's), or
-            None for Shampoo's own. Vectors have no L and R: they take the simpler method's step
-            itself, without grafting that of rmsprop, or of adagrad where the statistics sum.
-        max_size: a larger side of a matrix has no preconditioner. The other side's exponent is then
-            −1/2; with neither side left, the matrix is treated as a vector.
+        params: parameters or parameter groups, as in ``torch.optim``.
+        lr: learning rate η.
+        momentum: factor μ of heavy-ball momentum.
+        decay: factor β of the running averages, with Adam's bias correction. None or 1: sums.
+        eps: added to the eigenvalues of L and R, relative to the largest one; also the constant ε in
+            the denominator of the grafted step.
+        every: compute the inverse roots in the first step and then in every k-th. L and R are updated
+            in every step.
+        weight_decay: decoupled weight decay of tensors of two or more dimensions.
+        grafting: method that gives the length of the step: ``rmsprop``, ``adagrad``, ``sgd`` (the
+            length of G), or None for the length of Shampoo's own direction.
+        max_size: largest side of a matrix that has a preconditioner. If only one side has one, its
+            exponent is −1/2. If neither has, the matrix is treated like a vector.
+
+    Example::
+
+        optimizer = baselines.Shampoo(model.parameters(), lr=1e-3, every=10)
+        loss_fn(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
     positive = ("eps",)
@@ -77,7 +89,7 @@ class Shampoo(PerTensor):
 
     def change(self, gradient: Tensor, state: Tensors, group: Group) -> tuple[Tensor, Tensors]:
         kept: Tensors = {"step": state.get("step", torch.zeros((), dtype=torch.float32)) + 1}
-        steps = int(kept["step"].item())  # on the CPU always: no wait for the device
+        steps = int(kept["step"].item())  # the counter is on the CPU: no synchronisation with a GPU
         direction = None
         if gradient.dim() >= 2:
             direction = self._preconditioned(gradient, state, kept, group, steps)
@@ -91,7 +103,7 @@ class Shampoo(PerTensor):
     def _preconditioned(
         self, gradient: Tensor, state: Tensors, kept: Tensors, group: Group, steps: int
     ) -> Tensor | None:
-        """``L^(−1/4) G R^(−1/4)``; None where both sides are too large."""
+        """Return ``L^(−1/4) G R^(−1/4)``, or None if both sides are larger than ``max_size``."""
         matrix = gradient.reshape(len(gradient), -1)
         factors = {"left": matrix, "right": matrix.mT}
         sides = [side for side, factor in factors.items() if len(factor) <= group["max_size"]]
@@ -112,7 +124,11 @@ class Shampoo(PerTensor):
     def _simpler_step(
         self, gradient: Tensor, state: Tensors, kept: Tensors, group: Group, steps: int
     ) -> Tensor:
-        """The gradient itself, or divided by the root of its (average or sum of) squares."""
+        """Return the step of the grafting method, before the learning rate.
+
+        For ``sgd`` that is the gradient. Otherwise it is the gradient divided by the square root of the
+        average, or the sum, of its squares.
+        """
         if group["grafting"] == "sgd":
             return gradient
         decay = None if group["grafting"] == "adagrad" else group["decay"]
@@ -122,9 +138,15 @@ class Shampoo(PerTensor):
 
 
 def average(old: Tensor | None, new: Tensor, decay: float | None, steps: int) -> Tensor:
-    """The running average of ``steps`` values, or their sum where ``decay`` is None or 1.
+    """Return the running average of all values so far, or their sum if ``decay`` is None or 1.
 
-    ``Σₛ βᵗ⁻ˢ xₛ / Σₛ βᵗ⁻ˢ``: what Adam's correction makes of an average that starts at zero.
+    The average is ``Σₛ βᵗ⁻ˢ xₛ / Σₛ βᵗ⁻ˢ``: a running average from zero with Adam's bias correction.
+
+    Args:
+        old: the average or sum before this step; None in the first step.
+        new: the value of this step.
+        decay: factor β.
+        steps: number t of values, ``new`` included.
     """
     if decay is None or decay == 1:
         return new if old is None else old + new
@@ -132,7 +154,10 @@ def average(old: Tensor | None, new: Tensor, decay: float | None, steps: int) ->
 
 
 def inverse_root(matrix: Tensor, root: int, eps: float) -> Tensor:
-    """``(M + eps λ_max I)^(−1/root)`` of a positive semi-definite matrix; of zero, the identity."""
+    """Return ``(M + eps λ_max I)^(−1/root)`` of a positive semi-definite matrix M ``[..., n, n]``.
+
+    λ_max is the largest eigenvalue of M. The result is the identity where M is zero.
+    """
     values, vectors = eigh(at_least_float32(matrix))
     largest = values.amax(-1, keepdim=True)
     powers = torch.where(largest == 0, 1.0, values + eps * largest).pow(-1 / root)
@@ -141,7 +166,7 @@ def inverse_root(matrix: Tensor, root: int, eps: float) -> Tensor:
 
 
 def with_length_of(step: Tensor, direction: Tensor) -> Tensor:
-    """The direction, scaled to the norm of the step."""
+    """Return the direction, scaled to the Euclidean norm of the step."""
     length = torch.linalg.vector_norm(direction).clamp_min(torch.finfo(direction.dtype).tiny)
     scale: Tensor = torch.linalg.vector_norm(step) / length
     return scale * direction
