@@ -157,6 +157,21 @@ def test_proposition_3_in_the_dense_vectorized_form(transfer: str, rows: int) ->
     torch.testing.assert_close(found.mT.reshape(-1), delta, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("kind", ["diagonal", "dense"])
+@pytest.mark.parametrize("rows", [1, 9])
+def test_the_sylvester_equation_10_holds_as_printed(rows: int, kind: str) -> None:
+    """``H⁻¹Δ + η Δ XᵀX = −ηγ H⁻¹ G`` at the solution, for a diagonal and a dense H."""
+    problem = matching_problem(transfers.get("tanh"), rows=rows, eta=0.8)
+    root = batch(3, 3, seed=7)
+    h = batch(3, seed=6) + 0.1 if kind == "diagonal" else root @ root.mT + torch.eye(3).double()
+    delta = sylvester(problem.gamma * problem.backprop["weight"], problem.x, problem.eta, h)
+    inverse = torch.linalg.inv(torch.diag(h) if kind == "diagonal" else h)
+    left = inverse @ delta + problem.eta * delta @ problem.x.mT @ problem.x
+    right = -problem.eta * problem.gamma * inverse @ problem.backprop["weight"]
+    torch.testing.assert_close(left, right, rtol=1e-11, atol=1e-12)
+    assert right.abs().max() > 1e-3
+
+
 @pytest.mark.parametrize("output_transfer", ["sigmoid", "softmax", "linear"])
 def test_proposition_4_with_gamma_one_the_last_layer_minimises_the_loss(
     output_transfer: str,

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from paper.transfer_cases import (
@@ -18,6 +19,7 @@ from paper.transfer_cases import (
     within,
 )
 from scipy.integrate import quad
+from scipy.special import spence
 from torch.autograd import grad, gradcheck, gradgradcheck
 from torch.nn import functional
 
@@ -110,6 +112,36 @@ def test_integral_matches_quadrature(transfer, torch_f, kinks):
         )
         actual = (transfer.integral(tensor(end)) - transfer.integral(tensor(0.0))).item()
         assert actual == pytest.approx(expected, rel=1e-10, abs=1e-10)
+
+
+# F of each row of the paper's Table 2, as printed; for ELU with the brackets put right.
+TABLE_2 = {
+    "step": (Step(), lambda a: a.clamp(min=0)),
+    "linear": (Linear(), lambda a: a**2 / 2),
+    "leaky relu": (LeakyReLU(0.2), lambda a: a * (a.clamp(min=0) - 0.2 * (-a).clamp(min=0)) / 2),
+    "relu": (ReLU(), lambda a: a * a.clamp(min=0) / 2),
+    "sigmoid": (Sigmoid(), lambda a: a + torch.log(1 + torch.exp(-a))),
+    "tanh": (Tanh(), lambda a: torch.log(torch.cosh(a))),
+    "arctan": (Arctan(), lambda a: a * torch.arctan(a) - torch.log(torch.sqrt(1 + a**2))),
+    # scipy's spence(z) is Li₂(1 − z).
+    "softplus": (Softplus(), lambda a: -torch.from_numpy(spence(1 + np.exp(a.numpy())))),
+    "elu": (ELU(0.7), lambda a: torch.where(a < 0, 0.7 * (torch.exp(a) - a - 1), a**2 / 2)),
+}
+
+
+@pytest.mark.parametrize("row", TABLE_2)
+def test_table_2_has_the_integral_up_to_a_constant(row):
+    transfer, printed = TABLE_2[row]
+    a = torch.linspace(-6, 6, 49, dtype=torch.float64)
+    found = transfer.integral(a) - transfer.integral(tensor(0.3))
+    torch.testing.assert_close(found, printed(a) - printed(tensor(0.3)), rtol=1e-12, atol=1e-12)
+
+
+def test_table_2_softmax():
+    a = 3 * torch.randn(5, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    torch.testing.assert_close(Softmax().integral(a), torch.log(torch.exp(a).sum(-1)))
+    expected = torch.exp(a) / torch.exp(a).sum(-1, keepdim=True)
+    torch.testing.assert_close(Softmax().f(a), expected)
 
 
 @each_case

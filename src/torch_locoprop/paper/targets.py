@@ -102,7 +102,11 @@ class GradientDescent(BackPropTarget):
 
 
 class MirrorDescent(BackPropTarget):
-    """The mirror-descent target ``y* = f(a) − γ ∂L/∂a`` of LocoProp-M (Algorithm 2)."""
+    """The mirror-descent target ``y* = f(a) − γ ∂L/∂a`` of LocoProp-M (Algorithm 2).
+
+    At an output layer whose loss is the matching loss of f, ``∂L/∂a = f(a) − y``. With γ = 1 the target
+    is then the label y, and the local problem minimizes the loss itself (Proposition 4).
+    """
 
     needs = frozenset()
     starts_at_zero = True
