@@ -42,7 +42,7 @@ EARLY = 20
 
 
 class KFAC(WithFallback):
-    """K-FAC for every ``nn.Linear`` of a model; ``fallback`` trains all other parameters.
+    """K-FAC (Eq. 14) for every ``nn.Linear`` of a model; ``fallback`` trains all other parameters.
 
     The loss should be the mean over rows of the negative log-likelihood, which for images is a sum
     over pixels: the Fisher matrix is that of one row. A loss of another scale needs another ``lr``.

@@ -140,6 +140,7 @@ class LocalProblem:
         return self._after_first(self._exchanged(self._weighted(self._weight_grad(change))))
 
     def displacement(self, at: Tensors) -> Tensors:
+        """Return ``Δ = W̃ − W``, the unknown of Eq. 9, for each trained tensor."""
         return {name: value - self.start[name] for name, value in at.items()}
 
     def objective(self, at: Tensors) -> Tensor:

@@ -83,7 +83,7 @@ class FirstOrder(Solver):
 
 
 class Sgd(FirstOrder):
-    """``w ← w − η g``."""
+    """``w ← w − η g``, the local iteration of Algorithms 1 to 4."""
 
     name = "sgd"
 

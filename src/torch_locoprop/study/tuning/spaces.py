@@ -143,7 +143,10 @@ def of(
     ranges: Mapping[str, str] | None = None,
     fixed: Mapping[str, Any] | None = None,
 ) -> Space:
-    """Return the method's space: with these ranges, as `parsed` reads them, without what is fixed."""
+    """Return the method's space, by default that of the paper's Tables 3 to 5 where they have one.
+
+    `ranges`, as `parsed` reads them, replace its ranges; settings in `fixed` are left out.
+    """
     ranges, fixed = ranges or {}, fixed or {}
     for name in (*ranges, *fixed):
         if name not in method.settings:
