@@ -179,7 +179,7 @@ def test_a_run_that_fails_is_told_even_quietly(run: Any, monkeypatch: pytest.Mon
 def test_without_matplotlib_the_extra_is_named() -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
-        "from torch_locoprop import cli; cli.main(['figure', 'matching-loss'])"
+        "from torch_locoprop.study.cli import main; main.main(['figure', 'matching-loss'])"
     )
     command = [sys.executable, "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -192,7 +192,8 @@ def test_optuna_is_imported_by_a_search_alone() -> None:
 def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     """The real thing: a signal in mid-trial, how to go on, and that it does."""
     script = (
-        "import torch, sys; from torch_locoprop.study import datasets; from torch_locoprop import cli\n"
+        "import torch, sys; from torch_locoprop.study.data import datasets\n"
+        "from torch_locoprop.study.cli import main as cli\n"
         "x = torch.rand(60, 12, generator=torch.Generator().manual_seed(0))\n"
         "data = datasets.Dataset('curves', x[:40], x[40:], 'test')\n"
         "datasets.load = lambda *a, **k: data\n"
