@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from benchmarks import work
 from benchmarks.per_layer import PerLayerLoop, stages
 from torch_locoprop.baselines import kfac
-from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study import methods
+from torch_locoprop.study.methods import label
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 
@@ -104,7 +104,7 @@ def _method(name: str, **more: Any) -> Prepare:
     """One of the study's methods, with its own settings."""
 
     def make(task: Task, model: nn.Module) -> Optimizer:
-        method = registry.get(name)
+        method = methods.get(name)
         local = {"local_steps": task.T} if "local_steps" in method.settings else {}
         settings = {**method.settings, **local, "weight_decay": 1e-5, **more}
         return method.build(model, settings)
@@ -176,5 +176,5 @@ def get(key: str) -> Contestant:
     """Return one of those above, or any other method of the study."""
     if key in CONTESTANTS:
         return CONTESTANTS[key]
-    every = registry.get(key).settings.get("every", 1)
+    every = methods.get(key).settings.get("every", 1)
     return Contestant(label(key), _method(key), cycle=every, warm_up=max(kfac.EARLY, every))

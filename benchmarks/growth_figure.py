@@ -13,8 +13,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 from benchmarks.step_table import table
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.costs import BASELINE
-from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.methods.palette import colour
+from torch_locoprop.study.methods import colour, label
 
 METHODS = ("locoprop-m", "locoprop-s")
 VARIED = {

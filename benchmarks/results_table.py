@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population_run import without_numbers
 from torch_locoprop.study.training.runner import RunResult, result_of
@@ -30,7 +30,7 @@ TIMINGS = Path(__file__).parents[1] / "results" / "timings"
 
 def changed(config: RunConfig) -> dict[str, object]:
     """The settings that are not what the method is registered with."""
-    usual = registry.get(config.method).settings
+    usual = methods.get(config.method).settings
     return {name: value for name, value in config.settings.items() if value != usual[name]}
 
 

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.figures.timings import timing_config
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import run
 
@@ -72,7 +72,7 @@ def to_tf32(tensor: Tensor, cut: bool = False) -> Tensor:
 
 def method(off: int | None) -> str:
     """The name of the method that starts from weights that are off."""
-    own = registry.get(METHOD)
+    own = methods.get(METHOD)
     if off is None:
         return own.name
     name = f"{own.name}-off-{off}"
@@ -84,8 +84,8 @@ def method(off: int | None) -> str:
                 p.mul_(1 + OFF * torch.randn(p.shape, generator=numbers))
         return own.build(model, settings)
 
-    if name not in registry.names():
-        registry.register(replace(own, name=name, build=build))
+    if name not in methods.names():
+        methods.register(replace(own, name=name, build=build))
     return name
 
 

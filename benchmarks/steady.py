@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.step_table import display, table, write
+from torch_locoprop.study import methods
 from torch_locoprop.study.data.curves import curves
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.machine import environment
@@ -39,7 +39,7 @@ class Run:
 
     def __init__(self, method: str, images: Tensor, model: str) -> None:
         self.model = architectures.build(model)
-        own = registry.get(method)
+        own = methods.get(method)
         self.optimizer = own.build(self.model, {**own.settings, "weight_decay": 1e-5})
         self.batches = images.chunk(BATCHES)
         self.taken = 0

@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from benchmarks.contestants import FLOOR
 from torch_locoprop.study.figures import style
-from torch_locoprop.study.methods.palette import colour
+from torch_locoprop.study.methods import colour
 
 Row = dict[str, Any]
 

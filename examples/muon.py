@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from torch_locoprop.study.methods.peers import Together
+from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
 
 A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration X ← a X + (b XXᵀ + c (XXᵀ)²) X
 
@@ -98,7 +98,7 @@ def muon_and_adamw(
     settings: Mapping[str, Any],
     shrink: float,
     betas: tuple[float, float],
-) -> Together:
+) -> CombinedOptimizer:
     """Muon for those of the parameters that are among the matrices, and AdamW for the rest."""
     params, inside = list(params), set(matrices)
     lr, momentum = settings["lr"], settings["momentum"]
@@ -108,4 +108,4 @@ def muon_and_adamw(
         parts.append(Muon(by_muon, lr, momentum, shrink / lr))
     if rest:
         parts.append(adamw(rest, lr, shrink, betas))
-    return Together(*parts)
+    return CombinedOptimizer(*parts)

@@ -11,7 +11,7 @@ from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_streams, overlapped_weight_grads
 from torch_locoprop.layers import linear
 from torch_locoprop.recording.layer_record import ServedLayer
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study import methods
 from torch_locoprop.study.models.autoencoder import deep_autoencoder
 from torch_locoprop.study.training.step import TrainingStep
 
@@ -285,7 +285,7 @@ def test_a_captured_step_has_the_bits_of_one_on_one_stream(method: str) -> None:
     for captures in (True, False):
         torch.manual_seed(0)
         model = deep_autoencoder((784, 1000, 500, 250, 30)).cuda()
-        chosen = registry.get(method)
+        chosen = methods.get(method)
         opt = chosen.build(model, {**chosen.settings, "weight_decay": 1e-5})
         step = TrainingStep(model, opt, data)
         step.set_rates([1e-6] * len(opt.param_groups))

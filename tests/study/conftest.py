@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from torch_locoprop.study.methods import record
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> Iterator[None]:
@@ -20,3 +22,9 @@ def _quick_collections() -> Iterator[None]:
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """No test pulls the plug; what a kill leaves does not depend on it."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
+
+
+@pytest.fixture
+def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget after the test which methods it registered."""
+    monkeypatch.setattr(record, "_RECORDS", dict(record._RECORDS))

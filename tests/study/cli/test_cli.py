@@ -16,10 +16,10 @@ from rich.console import Console
 from torch import nn
 from torch.optim import Optimizer
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli import display, main, shared
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 from torch_locoprop.study.training.runner import RunResult, result_of
@@ -177,17 +177,17 @@ def test_methods_keep_their_names_in_a_narrow_terminal(
     for name in names:
         assert f"│ {name} " in out
         origin = " ".join(out.split("Settings from")[1].split())
-        assert f"{name}: {registry.get(name).source}" in origin
+        assert f"{name}: {methods.get(name).source}" in origin
     if columns == "80":
         assert "train loss" in out, "not even the headings are broken"
 
 
-def test_a_script_can_bring_a_method_of_its_own(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(model: nn.Module, settings: registry.Settings) -> Optimizer:
+@pytest.mark.usefixtures("own_methods")
+def test_a_script_can_bring_a_method_of_its_own(run: Any) -> None:
+    def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), **settings)
 
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    registry.register(registry.Method("mine", build, {"lr": 1e-3}, "untuned"))
+    methods.register(methods.Method("mine", build, {"lr": 1e-3}, "untuned"))
     code, out, _ = run("compare", "mine", "adam", *TINY, "--set", "mine.lr=0.01", "--json")
     assert code == 0
     found = {each["config"]["method"]: each["config"]["settings"] for each in json.loads(out)}
@@ -298,7 +298,8 @@ def test_ctrl_c_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
 def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     """The real thing: curves, a signal in mid-epoch, and a folder that resumes."""
     script = (
-        "import torch, sys; from torch_locoprop.study import datasets; from torch_locoprop import cli\n"
+        "import torch, sys; from torch_locoprop.study.data import datasets\n"
+        "from torch_locoprop.study.cli import main as cli\n"
         "x = torch.rand(60, 12); data = datasets.Dataset('curves', x[:40], x[40:], 'test')\n"
         "datasets.load = lambda *a, **k: data\n"
         "cli.main(sys.argv[1:])\n"

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from study.report.made import data, made
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.report import page
 
 
@@ -71,7 +71,7 @@ def test_options(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert task["timed_on"] is None
     places = [(row["place"], row["method"], row["train"]["mean"]) for row in task["ranking"]]
     assert places == [(1, "adam", 4.0), (2, "sgd", 5.0)]
-    assert task["ranking"][0]["hyper_parameters"]["lr"] == registry.get("adam").settings["lr"]
+    assert task["ranking"][0]["hyper_parameters"]["lr"] == methods.get("adam").settings["lr"]
 
 
 def test_timings_in_the_folder_give_the_seconds(run: Any) -> None:

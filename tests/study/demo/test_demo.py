@@ -10,7 +10,7 @@ import typer
 from matplotlib.image import imread
 
 from torch_locoprop.study.demo import run
-from torch_locoprop.study.figures.names import label
+from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.runner import RunResult
 
 NAMES = ["LocoProp-M", "LocoProp-S", "RMSProp", "Adam"]

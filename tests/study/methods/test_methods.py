@@ -14,17 +14,18 @@ from torch.optim import Optimizer
 from torch_locoprop import LocoProp, baselines
 from torch_locoprop.paper.transfers import Sigmoid
 from torch_locoprop.solvers import Exact
-from torch_locoprop.study.methods import peers, registry
+from torch_locoprop.study import methods
+from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 
 OPTIONAL = ("soap", "psgd")
-BUILT_IN = [name for name in registry.names() if name not in OPTIONAL]
+BUILT_IN = [name for name in methods.names() if name not in OPTIONAL]
 IMAGES = torch.rand(20, 12, generator=torch.Generator().manual_seed(3))
 
 
 def built(name: str, weight_decay: float = 0.0, **given: Any) -> tuple[nn.Module, Optimizer]:
-    method, model = registry.get(name), architectures.build("12-8-3")
+    method, model = methods.get(name), architectures.build("12-8-3")
     return model, method.build(model, {**method.resolve(given), "weight_decay": weight_decay})
 
 
@@ -64,7 +65,7 @@ def test_weight_decay_is_decoupled_and_spares_biases(name: str) -> None:
 def _one_step(name: str) -> dict[str, Any]:
     """One plain iteration: more would solve the problem at the decayed weights."""
     plain = {"local_steps": 1, "solver": "sgd", "gamma": 1e-3}
-    known = registry.get(name).settings if isinstance(built(name)[1], LocoProp) else {}
+    known = methods.get(name).settings if isinstance(built(name)[1], LocoProp) else {}
     return {setting: value for setting, value in plain.items() if setting in known}
 
 
@@ -107,23 +108,23 @@ def test_the_closed_form_without_momentum_replaces_the_weights_by_its_solution(
 
 
 def test_every_method_says_where_its_settings_come_from() -> None:
-    assert registry.get("locoprop-m").source == "reference"
-    for name in registry.names():
-        method = registry.get(name)
+    assert methods.get("locoprop-m").source == "reference"
+    for name in methods.names():
+        method = methods.get(name)
         assert method.source
         assert "lr" in method.settings
         assert "weight_decay" not in method.settings
 
 
 def test_settings_are_completed_in_the_types_of_the_defaults() -> None:
-    settings = registry.get("locoprop-m").resolve({"gamma": 100, "local_steps": 5.0, "eps": 1e-6})
+    settings = methods.get("locoprop-m").resolve({"gamma": 100, "local_steps": 5.0, "eps": 1e-6})
     assert settings == {
-        **registry.get("locoprop-m").settings,
+        **methods.get("locoprop-m").settings,
         **{"gamma": 100.0, "local_steps": 5, "eps": 1e-6},
     }
     assert type(settings["gamma"]) is float
     assert type(settings["local_steps"]) is int
-    assert registry.get("kfac").resolve({"clip": 1})["clip"] == 1
+    assert methods.get("kfac").resolve({"clip": 1})["clip"] == 1
 
 
 @pytest.mark.parametrize(
@@ -138,34 +139,29 @@ def test_settings_are_completed_in_the_types_of_the_defaults() -> None:
 )
 def test_unknown_names(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        registry.get(name)
+        methods.get(name)
 
 
 def test_unknown_and_contradicting_settings() -> None:
     with pytest.raises(ValueError, match=r"Unknown setting of adam 'momentun'.*mean 'momentum'"):
-        registry.get("adam").resolve({"momentun": 0.9})
+        methods.get("adam").resolve({"momentun": 0.9})
     with pytest.raises(ValueError, match=r"kfac@5 renews every 5 steps.*Use kfac@10"):
-        registry.get("kfac@5").resolve({"every": 10})
-    assert registry.get("kfac@5").resolve({"every": 5})["every"] == 5
+        methods.get("kfac@5").resolve({"every": 10})
+    assert methods.get("kfac@5").resolve({"every": 5})["every"] == 5
 
 
-@pytest.fixture
-def _registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-
-
-@pytest.mark.usefixtures("_registry")
+@pytest.mark.usefixtures("own_methods")
 def test_a_new_method_is_one_registration() -> None:
-    def build(model: nn.Module, settings: registry.Settings) -> Optimizer:
+    def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), **settings)
 
-    registry.register(registry.Method("adamw", build, {"lr": 1e-3}, source="untuned"))
-    assert "adamw" in registry.names()
+    methods.register(methods.Method("adamw", build, {"lr": 1e-3}, source="untuned"))
+    assert "adamw" in methods.names()
     assert isinstance(built("adamw", lr=0.5)[1], torch.optim.AdamW)
     with pytest.raises(ValueError, match="a method 'adamw' already"):
-        registry.register(registry.Method("adamw", build, {}, source=""))
+        methods.register(methods.Method("adamw", build, {}, source=""))
     with pytest.raises(ValueError, match="setting every"):
-        registry.register(registry.Method("a@b", build, {}, source=""))
+        methods.register(methods.Method("a@b", build, {}, source=""))
 
 
 # Peers ----------------------------------------------------------------------------------------
@@ -283,7 +279,7 @@ def test_the_real_packages_work(name: str) -> None:
 def test_together_loads_its_own_state() -> None:
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     parts = [torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in parameters]
-    optimizer = peers.Together(*parts)
+    optimizer = CombinedOptimizer(*parts)
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from study.report.made import MACHINE, made
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli.shared import TASK, configuration, parsed
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.report import gather, page
 from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import find, find_timings, read
@@ -197,7 +197,7 @@ def test_a_setting_that_only_one_run_records_keeps_labels_apart(tmp_path: Path) 
     del description["config"]["settings"]["lr"]  # as a version without it would leave it
     files.begin(description)
     (task,) = tasks_in(tmp_path)
-    usual = f"adam lr={registry.get('adam').settings['lr']:g}"
+    usual = f"adam lr={methods.get('adam').settings['lr']:g}"
     assert [series.label for series in task.series] == [usual, "adam"]
 
 

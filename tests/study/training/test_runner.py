@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_locoprop import LocoProp, baselines
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.solvers.first_order import RmsProp
+from torch_locoprop.study import methods
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training import runner, schedules
@@ -90,12 +90,12 @@ def test_a_configuration_has_all_settings_and_goes_through_json() -> None:
     config = tiny.config("kfac@05", settings={"lr": 1}, transfer="ReLU")
     assert config.method == "kfac@5"
     assert config.transfer == "relu"
-    assert config.settings == {**registry.get("kfac@5").settings, "lr": 1.0}
+    assert config.settings == {**methods.get("kfac@5").settings, "lr": 1.0}
     assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_equal_runs_have_equal_names_and_others_do_not() -> None:
-    config, usual = tiny.config("adam"), {"lr": registry.get("adam").settings["lr"]}
+    config, usual = tiny.config("adam"), {"lr": methods.get("adam").settings["lr"]}
     assert config.name("data").startswith("curves-12-8-3-adam-")
     assert config.name("data") == tiny.config("adam", settings=usual).name("data")
     others = [
@@ -196,7 +196,7 @@ class Asked(TorchDispatchMode):
 def test_the_host_asks_for_no_number_in_a_step(method: str, waits: bool) -> None:
     """What is captured as a graph cannot; K-FAC, which does, shows that it would be seen."""
     model = architectures.build("12-8-3")
-    own = registry.get(method)
+    own = methods.get(method)
     optimizer = own.build(model, {**own.settings, "weight_decay": 1e-5})
     step = TrainingStep(model, optimizer, DATA.train)
     rows = torch.arange(10)
@@ -259,7 +259,7 @@ def test_a_seed_repeats_and_another_does_not(tmp_path: Path) -> None:
     assert runner.epoch_seed(0, 1) != runner.epoch_seed(1, 0)
 
 
-@pytest.mark.parametrize("name", registry.names())
+@pytest.mark.parametrize("name", methods.names())
 def test_every_method_resumes_bit_for_bit(name: str, tmp_path: Path) -> None:
     if name in ("soap", "psgd"):
         pytest.importorskip("pytorch_optimizer")
@@ -300,16 +300,15 @@ def test_methods_that_draw_random_numbers_resume_too(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def _random_method(monkeypatch: pytest.MonkeyPatch) -> None:
+def _random_method(own_methods: None) -> None:
     class Noisy(torch.optim.SGD):
         def step(self, closure: None = None) -> None:
             for parameter in self.param_groups[0]["params"]:
                 parameter.grad += torch.randn_like(parameter) * np.random.random()
             super().step()
 
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
-    registry.register(
-        registry.Method("noisy", lambda m, s: Noisy(m.parameters(), **s), {"lr": 1e-3}, "untuned")
+    methods.register(
+        methods.Method("noisy", lambda m, s: Noisy(m.parameters(), **s), {"lr": 1e-3}, "untuned")
     )
 
 
@@ -366,17 +365,15 @@ def test_a_run_whose_every_step_is_refused_has_diverged(tmp_path: Path) -> None:
     assert [row.train_loss for row in result.metrics] == [result.metrics[0].train_loss] * 2
 
 
-def test_a_matrix_that_cannot_be_factored_ends_the_run_as_diverged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
+@pytest.mark.usefixtures("own_methods")
+def test_a_matrix_that_cannot_be_factored_ends_the_run_as_diverged(tmp_path: Path) -> None:
 
     class Mine(baselines.SGD):
         def step(self, closure: Any = None) -> Any:
             raise torch.linalg.LinAlgError("not positive-definite")
 
-    mine = registry.Method("mine", lambda m, own: Mine(m.parameters(), **own), {"lr": 0.1}, "")
-    registry.register(mine)
+    mine = methods.Method("mine", lambda m, own: Mine(m.parameters(), **own), {"lr": 0.1}, "")
+    methods.register(mine)
     result = run(tiny.config("mine"), tmp_path, data=DATA)
     assert result.diverged
     assert len(result.metrics) == 2

@@ -6,10 +6,10 @@ import pytest
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_locoprop.study.methods import registry
-from torch_locoprop.study.methods.registry import Method
+from torch_locoprop.study import methods
+from torch_locoprop.study.methods import Choices, Method, Span
+from torch_locoprop.study.methods.search_space import Domain, Space, from_dict
 from torch_locoprop.study.tuning import spaces
-from torch_locoprop.study.tuning.spaces import Choices, Span
 
 RATE, EPS = Span(1e-7, 0.1), Span(1e-10, 1e-5)
 AVERAGE = Span(1e-3, 0.1, of_rest=True)
@@ -35,25 +35,25 @@ def own(settings: dict[str, Any]) -> Method:
         ),
     ],
 )
-def test_the_papers_spaces(method: str, expected: spaces.Space) -> None:
-    assert spaces.of(registry.get(method)) == expected
+def test_the_papers_spaces(method: str, expected: Space) -> None:
+    assert spaces.of(methods.get(method)) == expected
 
 
 def test_the_papers_second_order_spaces() -> None:
-    kfac, shampoo = spaces.of(registry.get("kfac@10")), spaces.of(registry.get("shampoo"))
+    kfac, shampoo = spaces.of(methods.get("kfac@10")), spaces.of(methods.get("shampoo"))
     assert kfac["lr"] == shampoo["lr"] == Span(1e-7, 10.0)
     assert shampoo["eps"] == Span(1e-10, 0.1)
     assert {"damping", "clip", "momentum", "decay"} < set(kfac)
     assert "every" not in kfac
 
 
-TUNED = [name for name in registry.names() if "untuned" not in registry.get(name).source]
+TUNED = [name for name in methods.names() if "untuned" not in methods.get(name).source]
 
 
 @pytest.mark.parametrize("name", TUNED)
 def test_defaults_that_were_tuned_lie_inside(name: str) -> None:
     """A search can find what is known to be good; what nobody tuned may lie anywhere."""
-    method = registry.get(name)
+    method = methods.get(name)
     for setting, domain in spaces.of(method).items():
         value = method.settings[setting]
         if isinstance(domain, Choices):  # or between: a search may have been told another range
@@ -77,7 +77,7 @@ def test_defaults_that_were_tuned_lie_inside(name: str) -> None:
     ],
 )
 def test_what_the_solver_does_not_use_is_not_searched(solver: str, numbers: set[str]) -> None:
-    space = spaces.of(registry.get("locoprop-s"), fixed={"solver": solver})
+    space = spaces.of(methods.get("locoprop-s"), fixed={"solver": solver})
     assert set(space) == {"lr", "gamma"} | numbers
 
 
@@ -98,12 +98,12 @@ def test_a_method_of_ones_own_is_searched_where_names_are_known() -> None:
 
 
 def test_a_range_is_of_the_setting_and_a_search_of_its_distance_from_one() -> None:
-    space = spaces.of(registry.get("adam"), ranges={"momentum": "0.8:0.99"}, fixed={"lr": 1e-3})
+    space = spaces.of(methods.get("adam"), ranges={"momentum": "0.8:0.99"}, fixed={"lr": 1e-3})
     assert "lr" not in space
     domain = space["momentum"]
     assert domain == Span(0.01, 0.2, of_rest=True)
     assert domain.ends == (0.99, 0.8)
-    assert spaces.of(registry.get("adam"), ranges={"momentum": "0:0.9"})["momentum"].ends == (
+    assert spaces.of(methods.get("adam"), ranges={"momentum": "0:0.9"})["momentum"].ends == (
         0.9,
         0,
     )
@@ -111,7 +111,7 @@ def test_a_range_is_of_the_setting_and_a_search_of_its_distance_from_one() -> No
 
 def test_values_have_the_type_of_the_setting() -> None:
     space = spaces.of(
-        registry.get("locoprop-m"),
+        methods.get("locoprop-m"),
         ranges={"gamma": "10,100", "local_steps": "5,10", "regularizer": "null,l2"},
     )
     assert space["gamma"] == Choices((10.0, 100.0))
@@ -123,8 +123,8 @@ def test_values_have_the_type_of_the_setting() -> None:
 @pytest.mark.parametrize(
     "domain", [RATE, AVERAGE, GAMMA, Span(2, 8, whole=True), Choices(("a", None))]
 )
-def test_domains_go_through_json(domain: spaces.Domain) -> None:
-    assert spaces.from_dict(domain.to_dict()) == domain
+def test_domains_go_through_json(domain: Domain) -> None:
+    assert from_dict(domain.to_dict()) == domain
 
 
 @pytest.mark.parametrize(
@@ -147,9 +147,9 @@ def test_domains_go_through_json(domain: spaces.Domain) -> None:
 )
 def test_bad_ranges_are_told(ranges: dict[str, str], fixed: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        spaces.of(registry.get("adam"), ranges=ranges, fixed=fixed)
+        spaces.of(methods.get("adam"), ranges=ranges, fixed=fixed)
 
 
 def test_a_range_of_whole_numbers_has_whole_ends() -> None:
     with pytest.raises(ValueError, match="whole numbers"):
-        spaces.of(registry.get("kfac"), ranges={"every": "1.5:10"})
+        spaces.of(methods.get("kfac"), ranges={"every": "1.5:10"})

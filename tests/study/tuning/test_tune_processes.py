@@ -16,7 +16,7 @@ import pytest
 import tiny
 import torch
 
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study import methods
 from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning import campaign, spaces
@@ -45,7 +45,7 @@ def search(folder: str, method: str, trials: int, epoch: int | None, reached: Ev
     if epoch is None:
         reached.set()
     base = tiny.config(method, epochs=6)
-    space = spaces.of(registry.get(method), ranges={"lr": "1e-4:1e-1"})
+    space = spaces.of(methods.get(method), ranges={"lr": "1e-4:1e-1"})
     campaign.tune(base, space, folder, trials=trials, population=3, data=tiny.data(), watch=watch)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from torch_locoprop import baselines
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import RunError, RunFolder
 from torch_locoprop.study.training.runner import run
@@ -34,7 +34,7 @@ RANGES = {"lr": "1e-4:3e-1"}
 
 def search(folder: Path, base: RunConfig | None = None, **options: Any) -> TuningResult:
     base = base or tiny.config("adam")
-    space = spaces.of(registry.get(base.method), ranges=options.pop("ranges", RANGES))
+    space = spaces.of(methods.get(base.method), ranges=options.pop("ranges", RANGES))
     options = {"trials": 6, "population": 4, "data": DATA, **options}
     return campaign.tune(base, space, folder, **options)
 
@@ -81,7 +81,7 @@ def test_the_best_is_the_lowest_and_a_configuration(tmp_path: Path) -> None:
     best = result.to_dict()["best"]
     assert best["train_loss"] == min(losses) < max(losses)
     assert result.best is not None
-    assert result.best.settings == {**registry.get("adam").settings, **best["settings"]}
+    assert result.best.settings == {**methods.get("adam").settings, **best["settings"]}
     assert RunConfig.from_dict(json.loads((tmp_path / "best.json").read_text())) == result.best
     assert rows(tmp_path) == list(result.trials)
     assert result.to_dict()["states"] == {"complete": 6}
@@ -165,9 +165,9 @@ def test_runs_one_by_one_are_in_folders_without_checkpoints(tmp_path: Path) -> N
         assert not (files.path / "checkpoint.pt").exists()
 
 
-def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("own_methods")
+def test_a_method_of_ones_own(tmp_path: Path) -> None:
     """It trains one by one; a matrix that cannot be factored ends a trial, not the search."""
-    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
 
     class Mine(baselines.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -179,7 +179,7 @@ def test_a_method_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def build(model: nn.Module, own: Any) -> Mine:
         return Mine(model.parameters(), **own)
 
-    registry.register(registry.Method("mine", build, {"lr": 0.1}, "untuned"))
+    methods.register(methods.Method("mine", build, {"lr": 0.1}, "untuned"))
     result = search(tmp_path, tiny.config("mine"), trials=8)
     for trial in result.trials:
         high = trial["settings"]["lr"] > 1e-2

@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli import display, options
 from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed, run_in
-from torch_locoprop.study.methods import registry
 
 
 def compare(
@@ -60,7 +60,7 @@ def compare(
         own = parsed(text.removeprefix(f"{name}.") for text in settings or [] if is_for(name, text))
         configs.append(configuration({**task, "method": name, "settings": own}))
     for each in configs:  # the last one's mistake should not cost the hours of the others
-        registry.get(each.method).check({**each.settings, "weight_decay": each.weight_decay})
+        methods.get(each.method).check({**each.settings, "weight_decay": each.weight_decay})
     data = load(configs[0].dataset, data_dir, quiet)
     results = [
         run_in(

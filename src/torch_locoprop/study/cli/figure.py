@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli import display, options
 from torch_locoprop.study.cli.display import Watch
 from torch_locoprop.study.cli.shared import INTERRUPTED, base_of
@@ -23,7 +24,6 @@ from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.order import Made, Order
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import RunError
 
@@ -98,7 +98,7 @@ def figure(
         if name != ALL:
             catalog.entry_of(name)
     for method in without or []:
-        registry.get(method)
+        methods.get(method)
     folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
     scale = QUICK if quick else PROTOCOL
     order = Order(

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import typer
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import tensorboard
 
 METHODS = (
-    f"Methods: {', '.join(registry.names())}. Those that renew a preconditioner every k steps are "
+    f"Methods: {', '.join(methods.names())}. Those that renew a preconditioner every k steps are "
     "also called by that: [bold]kfac@10[/bold], [bold]shampoo@20[/bold]."
 )
 

@@ -14,16 +14,16 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli import display, options
 from torch_locoprop.study.cli.shared import INTERRUPTED, configuration, given_task, load, parsed
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study.methods.search_space import Space, from_dict
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import RunError
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.campaign import Status, TuningResult
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.results import best_of
-from torch_locoprop.study.tuning.spaces import Space
 
 
 def tune(
@@ -147,9 +147,9 @@ def _search(
     """The task and the space: those of the folder, unless the command says others."""
     config = dict(there["config"]) if there else {}
     if there and not (method or settings or ranges):
-        space = {name: spaces.from_dict(domain) for name, domain in there["space"].items()}
+        space = {name: from_dict(domain) for name, domain in there["space"].items()}
         return configuration({**config, **task}), space
-    chosen = registry.get(method or config.get("method") or "locoprop-m")
+    chosen = methods.get(method or config.get("method") or "locoprop-m")
     fixed = parsed(settings)
     base = configuration({**config, **task, "method": chosen.name, "settings": fixed})
     pairs = {}

@@ -14,8 +14,7 @@ from torch import Tensor
 from torch_locoprop.study.data.curves import SIDE
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.figures import style
-from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.methods.palette import colour
+from torch_locoprop.study.methods import colour, label
 from torch_locoprop.study.models.autoencoder import entropy
 from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.runner import RunResult

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch_locoprop.study.cli import display
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.demo.figure import draw
-from torch_locoprop.study.figures.names import label
+from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import RunResult, run
 

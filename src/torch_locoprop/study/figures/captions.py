@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
 from torch_locoprop.study.figures.gather import Found, where_made
-from torch_locoprop.study.figures.names import DATA, label
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study.figures.images import TITLES
+from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import RunResult
 
@@ -29,7 +30,9 @@ def footer_of(
 ) -> list[str]:
     """Return what a reader needs to judge the figure, and the command that makes it."""
     configs = [run.config for run in runs]
-    data = _unique(f"{DATA.get(r.data['name'], r.data['name'])} ({r.data['source']})" for r in runs)
+    data = _unique(
+        f"{TITLES.get(r.data['name'], r.data['name'])} ({r.data['source']})" for r in runs
+    )
     tasks = _unique(_task(config) for config in configs)
     seeds = _unique(str(config.seed) for config in configs)
     facts = [
@@ -69,14 +72,14 @@ def _origins(figure: LossFigure, runs: Sequence[Found]) -> str:
 def _tuned_elsewhere(origins: Iterable[str], runs: Sequence[Found]) -> str:
     """On another task than that of the searches, what that was."""
     tasks = {(run.config.model, run.config.transfer, run.config.batch_size) for run in runs}
-    if tasks <= {("standard", "tanh", 1000)} or not any(registry.TUNED in o for o in origins):
+    if tasks <= {("standard", "tanh", 1000)} or not any(methods.TUNED in o for o in origins):
         return ""
-    return f" {registry.TUNED.capitalize()}: with the standard model, tanh, batches of 1000."
+    return f" {methods.TUNED.capitalize()}: with the standard model, tanh, batches of 1000."
 
 
 def _origin(figure: LossFigure, result: RunResult) -> tuple[str, str]:
     """Where the settings of a run come from, and its name among others with the same origin."""
-    method, settings = registry.get(result.config.method), result.config.settings
+    method, settings = methods.get(result.config.method), result.config.settings
     changed = {name for name, value in method.settings.items() if settings[name] != value}
     name = label(method.name)
     if "local_steps" in changed:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch_locoprop.config.settings import unknown
-from torch_locoprop.study.figures.names import label
+from torch_locoprop.study import methods
+from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig
 
 Settings = Mapping[str, Any]
@@ -149,10 +150,14 @@ VARIANTS = (10, 50, 5, 1)
 """The same with ten first, which every other figure has."""
 
 COMPARED = ("rmsprop", "adam", "locoprop-s", "locoprop-m")
-PEERS = ("muon", "soap", "exact-s-muon")
-"""Newer than the paper; drawn where their packages or their runs are there."""
-
 TEST_LOSSES = ("standard", "wide", "deep", "relu", "fashion-mnist", "curves")
+
+
+def newer_methods() -> tuple[str, ...]:
+    """Return the methods that are newer than the paper and compared with its own, by label."""
+    return tuple(
+        sorted((name for name in methods.names() if methods.get(name).compared), key=label)
+    )
 
 
 def entry_of(name: str) -> Entry:
@@ -193,8 +198,8 @@ def loss_figure(name: str, scale: Scale) -> LossFigure:
 
 
 def _compared(scale: Scale, task: str) -> tuple[Series, ...]:
-    names = (*COMPARED, *scale.renewed[task], *PEERS)
-    return tuple(scale.series(task, method) for method in names)
+    paper = (*COMPARED, *scale.renewed[task])
+    return tuple(scale.series(task, method) for method in (*paper, *newer_methods()))
 
 
 def _by_local_steps(scale: Scale) -> tuple[Series, ...]:

@@ -11,9 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from torch_locoprop.study.figures import style
-from torch_locoprop.study.figures.costs import BASELINE, COMPUTATION, MEMORY, Cost, kind_of
-from torch_locoprop.study.figures.names import label
-from torch_locoprop.study.methods.palette import colour
+from torch_locoprop.study.figures.costs import BASELINE, Cost, row_of
+from torch_locoprop.study.methods import colour, label
 
 HEAD = (
     "method",
@@ -39,7 +38,7 @@ def rows(costs: Sequence[Cost]) -> list[list[str]]:
 
 
 def _row(cost: Cost, base: Cost) -> list[str]:
-    kind = kind_of(cost.method)
+    formulas = row_of(cost.method)
     numbers = ["–"] * 4
     if cost.method != BASELINE:
         numbers = [
@@ -50,10 +49,9 @@ def _row(cost: Cost, base: Cost) -> list[str]:
         ]
     memory, measured_memory, computation, measured_time = numbers
     name = "BackProp (SGD)" if cost.method == BASELINE else label(cost.method)
-    formulas = (MEMORY[kind], COMPUTATION[kind])
     return [
-        *(name, formulas[0], memory, measured_memory),
-        *(formulas[1], computation, measured_time, f"{cost.step_ms:,.3g}"),
+        *(name, formulas.memory, memory, measured_memory),
+        *(formulas.computation, computation, measured_time, f"{cost.step_ms:,.3g}"),
     ]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_locoprop.baselines import kfac
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures.memory import peak_bytes
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study.methods import StepCost
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.config import RunConfig
@@ -29,31 +29,6 @@ from torch_locoprop.study.training.machine import matmul_precision
 from torch_locoprop.study.training.step import TrainingStep
 
 Layers = Sequence[tuple[int, int]]
-
-MEMORY = {
-    "backprop": "–",
-    "adaptive": "Σ d₁·d₂",
-    "locoprop": "Σ d₁·d₂ + b·(d₁ + d₂)",
-    "kfac": "Σ d₁² + d₂²",
-    "shampoo": "Σ d₁² + d₂²",
-}
-COMPUTATION = {
-    "backprop": "–",
-    "adaptive": "Σ d₁·d₂",
-    "locoprop": "Σ b·T·d₁·d₂",
-    "kfac": "Σ b·(d₁² + d₂²) + (d₁³ + d₂³)/k + b·d₁·d₂",
-    "shampoo": "Σ (d₁³ + d₂³)/k",
-}
-KINDS = {
-    "sgd": "backprop",
-    "rmsprop": "adaptive",
-    "adam": "adaptive",
-    "locoprop-s": "locoprop",
-    "locoprop-m": "locoprop",
-    "kfac": "kfac",
-    "shampoo": "shampoo",
-}
-"""The row of the paper's table that a method belongs to."""
 
 METHODS = (
     *("sgd", "rmsprop", "adam", "locoprop-s", "locoprop-m"),
@@ -78,9 +53,16 @@ class Cost:
     peak_mib: float
 
 
-def kind_of(method: str) -> str:
-    """Return the row of the paper's table."""
-    return KINDS[method.partition("@")[0]]
+def row_of(method: str) -> StepCost:
+    """Return the method's row of the paper's Table 1.
+
+    Raises:
+        ValueError: If the method has none.
+    """
+    row = methods.get(method).cost
+    if row is None:
+        raise ValueError(f"{method} has no row in the table of costs: its record has no cost.")
+    return row
 
 
 def layers_of(model: str) -> list[tuple[int, int]]:
@@ -91,30 +73,15 @@ def layers_of(model: str) -> list[tuple[int, int]]:
 
 
 def memory_formula(method: str, layers: Layers, b: int) -> float:
-    """Return how many numbers the method keeps beyond BackProp, by the paper's table."""
-    terms: dict[str, Callable[[int, int], float]] = {
-        "backprop": lambda d_in, d_out: 0,
-        "adaptive": lambda d_in, d_out: d_in * d_out,
-        "locoprop": lambda d_in, d_out: d_in * d_out + b * (d_in + d_out),
-        "kfac": lambda d_in, d_out: d_in**2 + d_out**2,
-        "shampoo": lambda d_in, d_out: d_in**2 + d_out**2,
-    }
-    return sum(terms[kind_of(method)](*layer) for layer in layers)
+    """Return how many numbers the method keeps beyond BackProp, by the paper's Table 1."""
+    row = row_of(method)
+    return sum(row.numbers(d1, d2, b) for d1, d2 in layers)
 
 
 def computation_formula(method: str, layers: Layers, b: int, T: int = 10) -> float:
-    """Return how many multiply-adds a step takes beyond BackProp, by the paper's table."""
-    k = int(method.partition("@")[2] or 1)
-    terms: dict[str, Callable[[int, int], float]] = {
-        "backprop": lambda d_in, d_out: 0,
-        "adaptive": lambda d_in, d_out: d_in * d_out,
-        "locoprop": lambda d_in, d_out: b * T * d_in * d_out,
-        "kfac": lambda d_in, d_out: (
-            b * (d_in**2 + d_out**2) + (d_in**3 + d_out**3) / k + b * d_in * d_out
-        ),
-        "shampoo": lambda d_in, d_out: (d_in**3 + d_out**3) / k,
-    }
-    return sum(terms[kind_of(method)](*layer) for layer in layers)
+    """Return how many multiply-adds a step takes beyond BackProp, by the paper's Table 1."""
+    row, k = row_of(method), int(method.partition("@")[2] or 1)
+    return sum(row.operations(d1, d2, b, T, k) for d1, d2 in layers)
 
 
 def measured(config: RunConfig) -> Cost:
@@ -143,7 +110,7 @@ def _prepare(config: RunConfig) -> tuple[nn.Sequential, Tensor]:
 
 def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
     settings = {**config.settings, "weight_decay": config.weight_decay}
-    return registry.get(config.method).build(model, settings)
+    return methods.get(config.method).build(model, settings)
 
 
 def _step_ms(config: RunConfig) -> float:
@@ -154,8 +121,7 @@ def _step_ms(config: RunConfig) -> float:
     step = TrainingStep(model, optimizer, images)
     step.set_rates([float(group["lr"]) for group in optimizer.param_groups])
     rows = torch.arange(len(images), device=config.device)
-    # K-FAC renews its inverses in each of its first steps, whatever k is.
-    warm_up = kfac.EARLY if kind_of(config.method) == "kfac" else WARM_UP
+    warm_up = methods.get(config.method).first_steps or WARM_UP
     for _ in range(math.ceil(warm_up / every) * every):
         step(rows)
     _wait(config.device)

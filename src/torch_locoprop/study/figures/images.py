@@ -13,6 +13,9 @@ from torch_locoprop.study.data.datasets import Dataset, DatasetError
 PUBLISHED = "published IDX files"
 """The source of data sets whose files are checked against their published sums: one set each."""
 
+TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "curves": "CURVES"}
+"""The names of data sets in captions."""
+
 TRAINED_ON = {"mnist": 60_000, "fashion-mnist": 60_000, "curves": COUNTS["bdata"]}
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli import display
 from torch_locoprop.study.figures import catalog, curves, style, timings, work
 from torch_locoprop.study.figures.captions import footer_of, subtitle_of
@@ -134,12 +132,8 @@ class Maker:
         return "not finished" if self.library.begun(config) else "not run"
 
     def _unavailable(self, config: RunConfig) -> str:
-        """Why the method cannot be run here, or nothing."""
-        if config.method == "soap" and importlib.util.find_spec("pytorch_optimizer") is None:
-            return 'needs pip install "torch-locoprop[peers]"'
-        if config.method == "muon" and not hasattr(torch.optim, "Muon"):
-            return "needs a newer torch"
-        return ""
+        """Return why the method cannot be run here, or an empty string."""
+        return methods.get(config.method).missing_package
 
     # Pictures ---------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ batches of 1000, whose origin each method names. Settings tuned for another task
 """
 
 from torch_locoprop.study.figures.catalog import SOLVERS, Scale, iterations
-from torch_locoprop.study.methods.registry import TUNED
+from torch_locoprop.study.methods import TUNED
 
 # An eigendecomposition takes seconds for the wide model's factors: no @1 or @10 of Shampoo there.
 _RENEWED = ("kfac@10", "shampoo@100")

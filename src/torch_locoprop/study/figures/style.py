@@ -13,7 +13,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from torch_locoprop.study.data.safe_files import replace
-from torch_locoprop.study.methods.palette import colour
+from torch_locoprop.study.methods import colour
 
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
 PANEL_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures.timings import Clock
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.report.clock import clock_of
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.report.series import LOSSES, TASK, Series, Spread
@@ -174,7 +174,7 @@ def _usual(method: str, name: str, rivals: Sequence[dict[str, Any]]) -> Any:
     """What goes without saying: the method's default, or else what several of its series have."""
     values = [rival[name] for rival in rivals if name in rival]
     try:
-        default = registry.get(method).settings.get(name)
+        default = methods.get(method).settings.get(name)
     except ValueError:  # not known here
         default = None
     if default in values:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch_locoprop.study.methods.palette import colour
+from torch_locoprop.study.methods import colour
 from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.training.run_folder import Metrics
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from torch_locoprop.config.settings import check_number, unknown
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study import methods
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import schedules
 
@@ -25,7 +25,7 @@ class RunConfig:
     """The paper's protocol, unless told otherwise.
 
     Args:
-        method: a name of :mod:`~torch_locoprop.study.methods.registry`.
+        method: a name of :mod:`~torch_locoprop.study.methods`.
         settings: the method's, where they are not its defaults; here all of them end up.
         dataset: a name of :mod:`~torch_locoprop.study.data.datasets`, or of data of your own.
         model: ``standard``, ``deep``, ``wide``, or widths from the input to the code: ``784-64-16``.
@@ -61,7 +61,7 @@ class RunConfig:
                 raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be a name.")
         if not isinstance(self.settings, dict):
             raise ValueError(f"Invalid settings={self.settings!r}. Must be names with values.")
-        method = registry.get(self.method)
+        method = methods.get(self.method)
         settings, transfer = (
             method.resolve(self.settings),
             architectures.transfer_between(self.transfer),

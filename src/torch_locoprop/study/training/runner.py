@@ -26,9 +26,9 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.methods import registry
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training import schedules
@@ -76,7 +76,7 @@ class RunResult:
     @property
     def origin(self) -> str:
         """Where the method's settings come from."""
-        method = registry.get(self.config.method)
+        method = methods.get(self.config.method)
         return method.source if self.config.settings == method.settings else "given"
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +176,7 @@ class _Training:
         self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
         self.model = architectures.build(config.model, config.transfer, config.seed).to(self.device)
         settings = {**config.settings, "weight_decay": config.weight_decay}
-        self.optimizer: Optimizer = registry.get(config.method).build(self.model, settings)
+        self.optimizer: Optimizer = methods.get(config.method).build(self.model, settings)
         for group in self.optimizer.param_groups:
             if "local_products" in group:
                 group["local_products"] = config.local_products

@@ -3,7 +3,7 @@
     from torch_locoprop.study import methods, spaces, tuning
 
     base = RunConfig("adam", epochs=20)
-    space = spaces.of(registry.get("adam"))
+    space = spaces.of(methods.get("adam"))
     best = tuning.tune(base, space, "tuning/adam", trials=64).best
 
 A search is a folder (:mod:`~torch_locoprop.study.tuning.folder`). The same call goes on with it after
@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from torch_locoprop.config.settings import unknown
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.methods import registry
+from torch_locoprop.study.methods.search_space import Space
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.machine import environment
 from torch_locoprop.study.training.runner import check_data
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.results import Status, TuningResult
-from torch_locoprop.study.tuning.spaces import Space
 
 __all__ = ["SAMPLERS", "Status", "TuningResult", "description", "tune"]
 
@@ -99,7 +99,7 @@ def description(base: RunConfig, space: Space, sampler: str, data: Dataset) -> d
 
 def _check_space(base: RunConfig, space: Space) -> None:
     """Make an optimizer at every end of the space: what it refuses, it refuses before any trial."""
-    method = registry.get(base.method)
+    method = methods.get(base.method)
     for name, domain in space.items():
         for value in domain.ends:
             settings = replace(base, settings={**base.settings, name: value}).settings

@@ -26,8 +26,8 @@ from optuna.samplers import BaseSampler, GPSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from torch_locoprop.study.methods.search_space import Choices, Domain, Space
 from torch_locoprop.study.tuning.journal_file import JournalFile
-from torch_locoprop.study.tuning.spaces import Choices, Domain, Space
 
 NAME = "tuning"
 

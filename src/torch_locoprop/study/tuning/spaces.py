@@ -1,131 +1,24 @@
-"""Where each method's settings are searched: the paper's spaces as data, and how to narrow them.
+"""The space in which a method's settings are searched, and how a user narrows it.
 
-    from torch_locoprop.study import spaces
+    from torch_locoprop.study import methods
+    from torch_locoprop.study.tuning import spaces
 
     space = spaces.of(methods.get("adam"), ranges={"lr": "1e-4:1e-2"}, fixed={"eps": 1e-8})
 
-A space maps names of settings to a `Span` or to `Choices`. A method that the tables do not have, such
-as one of your own, is searched over those of its settings whose names are known.
+A space maps names of settings to a ``Span`` or ``Choices``. The ranges are in
+``torch_locoprop.study.methods``: those that all methods share in ``search_space.SHARED``, others in the
+record of the method.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch_locoprop.config.settings import unknown
-from torch_locoprop.study.methods.registry import Method
-
-
-@dataclass(frozen=True)
-class Span:
-    """Log-uniform from `low` to `high`: of the setting or, with `of_rest`, of one minus it."""
-
-    low: float
-    high: float
-    of_rest: bool = False
-    whole: bool = False
-
-    def __post_init__(self) -> None:
-        if not 0 < self.low < self.high < math.inf:
-            raise ValueError("the lower end must be above 0 and below the upper end")
-        if self.of_rest and self.high > 1:
-            raise ValueError("the setting must be between 0 and 1, without the latter")
-
-    @property
-    def ends(self) -> tuple[Any, ...]:
-        """The settings at both ends."""
-        return self.setting(self.low), self.setting(self.high)
-
-    def setting(self, number: float) -> float:
-        """Return the setting that a number of the span stands for."""
-        if self.whole:
-            return int(number)
-        return 1 - number if self.of_rest else number
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the span as JSON knows it."""
-        kind = "one_minus" if self.of_rest else "whole" if self.whole else "log"
-        return {kind: [self.low, self.high]}
-
-
-@dataclass(frozen=True)
-class Choices:
-    """One of a few values."""
-
-    values: tuple[Any, ...]
-
-    @property
-    def ends(self) -> tuple[Any, ...]:
-        """All of them."""
-        return self.values
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the choices as JSON knows them."""
-        return {"choices": list(self.values)}
-
-
-Domain = Span | Choices
-Space = dict[str, Domain]
-
-
-def from_dict(values: Mapping[str, Any]) -> Domain:
-    """Return the domain that `to_dict` was called on."""
-    try:
-        ((kind, content),) = values.items()
-        if kind == "choices":
-            return Choices(tuple(content))
-        low, high = content
-        return Span(low, high, of_rest=kind == "one_minus", whole=kind == "whole")
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{values!r} is not the range of a setting ({error}).") from error
-
-
-_RATE = Span(1e-7, 0.1)
-_AVERAGE = Span(1e-3, 0.1, of_rest=True)
-_SHORT_AVERAGE = Span(1e-2, 0.2, of_rest=True)
-_EXACT: Space = {
-    "lr": Span(1e-4, 1.0),
-    "gamma": Span(1.0, 5000.0),
-    "momentum": Span(0.1, 1.0, of_rest=True),
-}
-
-KNOWN: Space = {
-    "lr": _RATE,
-    "gamma": Choices((10.0, 100.0, 500.0, 1000.0, 2000.0, 3000.0, 5000.0)),
-    "momentum": _AVERAGE,
-    "decay": _AVERAGE,
-    "eps": Span(1e-10, 1e-5),
-    "damping": Span(1e-10, 0.1),
-}
-"""The paper's ranges of the first-order methods, of LocoProp and, for damping, of K-FAC."""
-
-OWN: dict[str, Space] = {
-    # The paper's, but for damping, whose best value here, 0.3, lies above the paper's upper end of
-    # 0.1, and for the bound on the KL divergence, which the paper's K-FAC does not have.
-    "kfac": {"lr": Span(1e-7, 10.0), "damping": Span(1e-10, 10.0), "clip": Span(1e-3, 1.0)},
-    "shampoo": {"lr": Span(1e-7, 10.0), "eps": Span(1e-10, 0.1)},
-    # Not the ε of a quotient but the start of the accumulator, which is 0.1 in TensorFlow.
-    "adagrad": {"eps": Span(1e-4, 1.0)},
-    # The target is a natural-gradient step of length γ: one of the order of 1.
-    "natural-s": {"gamma": Span(0.1, 100.0)},
-    # lr sets the proximal term: a large one leaves the length of the step to γ.
-    "exact-s": _EXACT,
-    "exact-m": _EXACT,
-    # Not in the paper. Steps have the scale of Adam's.
-    "muon": {"lr": Span(1e-5, 0.1), "momentum": _SHORT_AVERAGE},
-    "exact-s-muon": {  # damping is relative to the mean diagonal of XᵀX
-        "lr": Span(1e-5, 0.1),
-        "momentum": _SHORT_AVERAGE,
-        "damping": Span(1e-5, 1.0),
-    },
-    "soap": {"lr": Span(1e-5, 0.1)},
-    "psgd": {"lr": Span(1e-5, 0.1)},
-}
-"""What the methods have otherwise."""
+from torch_locoprop.study.methods import Method
+from torch_locoprop.study.methods.search_space import SHARED, Choices, Domain, Space, Span
 
 UNUSED_BY_SOLVER: dict[str, tuple[str, ...]] = {
     "sgd": ("momentum", "decay", "eps"),
@@ -154,7 +47,7 @@ def of(
     for name in ranges:
         if name in fixed:
             raise ValueError(f"{name} has a range and a value. Give either --range or --set.")
-    known = {**KNOWN, **OWN.get(method.name.partition("@")[0], {})}
+    known = {**SHARED, **method.space}
     solver = {**method.settings, **fixed}.get("solver")
     unused = UNUSED_BY_SOLVER.get(str(solver), ())
     space: Space = {}
@@ -181,7 +74,7 @@ def parsed(name: str, text: str, default: Any) -> Domain:
         if len(ends) != 2:
             raise ValueError(f"{len(ends)} ends")
         low, high = map(float, ends)
-        known = KNOWN.get(name)
+        known = SHARED.get(name)
         if isinstance(known, Span) and known.of_rest:
             if not high < 1:
                 raise ValueError("the upper end must be below 1")

@@ -1,0 +1,93 @@
+"""First-order methods with TensorFlow semantics, as in the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from torch_locoprop import baselines
+from torch_locoprop.study.methods.record import TUNED, UNTUNED, Method, register
+from torch_locoprop.study.methods.search_space import Span
+from torch_locoprop.study.methods.step_cost import ADAPTIVE, StepCost
+
+_NOTHING = StepCost(
+    memory="–",
+    computation="–",
+    numbers=lambda d1, d2, b: 0,
+    operations=lambda d1, d2, b, T, k: 0,
+)
+
+
+def _register(
+    name: str,
+    optimizer: Callable[..., Optimizer],
+    settings: dict[str, Any],
+    source: str,
+    **fields: Any,
+) -> None:
+    register(
+        Method(
+            name,
+            lambda model, settings: optimizer(model.parameters(), **settings),
+            settings,
+            source,
+            **fields,
+        )
+    )
+
+
+_register(
+    "sgd",
+    baselines.SGD,
+    {"lr": 0.007755},
+    f"{TUNED}, 16 trials",
+    label="SGD",
+    colour="#a08b6c",
+    cost=_NOTHING,
+)
+_register(
+    "momentum",
+    baselines.Momentum,
+    {"lr": 0.001931, "momentum": 0.9146},
+    f"{TUNED}, 32 trials",
+    label="Momentum",
+    colour="#b5651d",
+)
+_register(
+    "nesterov",
+    baselines.Nesterov,
+    {"lr": 0.001931, "momentum": 0.9146},
+    f"{UNTUNED}, as momentum",
+    label="Nesterov",
+    colour="#8a4b2a",
+)
+_register(
+    "adagrad",
+    baselines.Adagrad,
+    {"lr": 0.007131, "eps": 0.0002288},
+    f"{TUNED}, 32 trials",
+    label="Adagrad",
+    colour="#d98880",
+    # Here eps is the start of the accumulator, which is 0.1 in TensorFlow.
+    space={"eps": Span(1e-4, 1.0)},
+)
+_register(
+    "rmsprop",
+    baselines.RMSProp,
+    {"lr": 0.0006138, "momentum": 0.9028, "decay": 0.9937, "eps": 2.623e-09},
+    f"{TUNED}, 12 trials around the best of 64",
+    label="RMSProp",
+    colour="#c8401a",
+    cost=ADAPTIVE,
+)
+_register(
+    "adam",
+    baselines.Adam,
+    {"lr": 0.001557, "momentum": 0.9276, "decay": 0.9775, "eps": 5.338e-08},
+    f"{TUNED}, 32 trials",
+    label="Adam",
+    colour="#eaa221",
+    cost=ADAPTIVE,
+)
