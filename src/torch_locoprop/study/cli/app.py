@@ -12,6 +12,7 @@ from torch_locoprop.study.cli import options
 from torch_locoprop.study.cli.compare import compare
 from torch_locoprop.study.cli.datasets import datasets_command
 from torch_locoprop.study.cli.figure import figure
+from torch_locoprop.study.cli.methods import methods_command
 from torch_locoprop.study.cli.report import report
 from torch_locoprop.study.cli.train import train
 from torch_locoprop.study.cli.tune import tune
@@ -47,6 +48,7 @@ def _all(
 app.command(epilog=options.METHODS)(train)
 app.command(epilog=options.METHODS)(compare)
 app.command(epilog=options.METHODS)(tune)
+app.command("methods")(methods_command)
 app.command("datasets")(datasets_command)
 app.command()(figure)
 app.command()(report)

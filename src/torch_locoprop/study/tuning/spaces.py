@@ -47,14 +47,8 @@ def of(
     for name in ranges:
         if name in fixed:
             raise ValueError(f"{name} has a range and a value. Give either --range or --set.")
-    known = {**SHARED, **method.space}
-    solver = {**method.settings, **fixed}.get("solver")
-    unused = UNUSED_BY_SOLVER.get(str(solver), ())
-    space: Space = {}
-    for name in method.settings:
-        domain = known.get(name)
-        if domain is not None and name not in fixed and name not in unused:
-            space[name] = domain
+    space = known(method, {**method.settings, **fixed}.get("solver"))
+    space = {name: domain for name, domain in space.items() if name not in fixed}
     space |= {name: parsed(name, text, method.settings[name]) for name, text in ranges.items()}
     if not space:
         raise ValueError(
@@ -63,6 +57,14 @@ def of(
             "--range lr=1e-4:1e-1."
         )
     return space
+
+
+def known(method: Method, solver: Any = None) -> Space:
+    """Return the ranges of those settings that have one and that the local solver uses."""
+    ranges = {**SHARED, **method.space}
+    unused = UNUSED_BY_SOLVER.get(str(solver), ())
+    used = [name for name in method.settings if name not in unused]
+    return {name: ranges[name] for name in used if name in ranges}
 
 
 def parsed(name: str, text: str, default: Any) -> Domain:
@@ -74,8 +76,8 @@ def parsed(name: str, text: str, default: Any) -> Domain:
         if len(ends) != 2:
             raise ValueError(f"{len(ends)} ends")
         low, high = map(float, ends)
-        known = SHARED.get(name)
-        if isinstance(known, Span) and known.of_rest:
+        shared = SHARED.get(name)
+        if isinstance(shared, Span) and shared.of_rest:
             if not high < 1:
                 raise ValueError("the upper end must be below 1")
             return Span(float(f"{1 - high:.12g}"), float(f"{1 - low:.12g}"), of_rest=True)
