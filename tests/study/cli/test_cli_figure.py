@@ -176,6 +176,17 @@ def test_a_run_that_fails_is_told_even_quietly(run: Any, monkeypatch: pytest.Mon
     assert "curves 784-6-3 adam failed: no way\n" in err
 
 
+def test_a_method_is_added_to_a_figure(run: Any) -> None:
+    code, out, err = run("relu", "--quick", *FEW, "--with", "adamw", "--json")
+    assert code == 0
+    (made,) = json.loads(out)
+    found = [result_of(folder).config.method for folder in made["runs"]]
+    assert sorted(found) == ["adam", "adamw", "locoprop-m", "rmsprop"]
+    code, _, err = run("costs", "--quick", "--with", "adamw")
+    assert code == 1
+    assert "--with adds methods to first-order, standard" in err
+
+
 def test_without_matplotlib_the_extra_is_named() -> None:
     script = (
         "import sys; sys.modules['matplotlib'] = None\n"
@@ -212,9 +223,11 @@ def test_errors_are_one_sentence(run: Any, arguments: list[str], message: str) -
 
 
 def test_the_command_in_the_footer_has_no_path_of_this_machine() -> None:
-    words = COMMAND._command(True, [Path("/a/b/best.json")], ["soap"], 3, "0,1", "cuda", "tf32")
+    words = COMMAND._command(
+        True, [Path("/a/b/best.json")], ["adamw"], ["soap"], 3, "0,1", "cuda", "tf32"
+    )
     assert words == (
-        "locoprop figure NAME --quick --config best.json --without soap --epochs 3 "
+        "locoprop figure NAME --quick --config best.json --with adamw --without soap --epochs 3 "
         "--device cuda --precision tf32 --seeds 0,1"
     )
 

@@ -155,11 +155,11 @@ def test_a_new_method_is_one_registration() -> None:
     def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
         return torch.optim.AdamW(model.parameters(), **settings)
 
-    methods.register(methods.Method("adamw", build, {"lr": 1e-3}, source="untuned"))
-    assert "adamw" in methods.names()
-    assert isinstance(built("adamw", lr=0.5)[1], torch.optim.AdamW)
-    with pytest.raises(ValueError, match="a method 'adamw' already"):
-        methods.register(methods.Method("adamw", build, {}, source=""))
+    methods.register(methods.Method("mine", build, {"lr": 1e-3}, source="untuned"))
+    assert "mine" in methods.names()
+    assert isinstance(built("mine", lr=0.5)[1], torch.optim.AdamW)
+    with pytest.raises(ValueError, match="a method 'mine' already"):
+        methods.register(methods.Method("mine", build, {}, source=""))
     with pytest.raises(ValueError, match="setting every"):
         methods.register(methods.Method("a@b", build, {}, source=""))
 

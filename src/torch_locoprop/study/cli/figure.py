@@ -53,6 +53,12 @@ def figure(
             "where data set, model, transfer and batch size agree."
         ),
     ] = None,
+    added: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--with", metavar="METHOD", help="Add a method to the figures that compare methods."
+        ),
+    ] = None,
     without: Annotated[
         list[str] | None,
         typer.Option(metavar="METHOD", help="Leave out a method: shampoo@1, or shampoo."),
@@ -87,6 +93,9 @@ def figure(
     [bold]locoprop figure relu --config tuned/adam/best.json --seeds 0,1,2[/bold]
         settings of a search, three seeds
 
+    [bold]locoprop figure standard --quick --with adamw --without shampoo[/bold]
+        another choice of methods
+
     [bold]locoprop figure all --only-existing[/bold]
         draws what can be drawn from runs/ and results/
     """
@@ -97,8 +106,12 @@ def figure(
     for name in names:
         if name != ALL:
             catalog.entry_of(name)
-    for method in without or []:
+    for method in (*(added or []), *(without or [])):
         methods.get(method)
+    if added and not set(chosen) & set(catalog.COMPARISONS):
+        raise ValueError(
+            f"--with adds methods to {', '.join(catalog.COMPARISONS)}. Ask for one of these figures."
+        )
     folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
     scale = QUICK if quick else PROTOCOL
     order = Order(
@@ -107,10 +120,11 @@ def figure(
         place=_place(device, precision, quick),
         folders=tuple(folders),
         out=out,
-        command=_command(quick, config, without, epochs, seeds, device, precision),
+        command=_command(quick, config, added, without, epochs, seeds, device, precision),
         epochs=epochs,
         seeds=_numbers(seeds),
         tuned=tuple(RunConfig.from_dict(base_of(path, None)) for path in config or []),
+        added=tuple(added or []),
         without=tuple(without or []),
         jobs=jobs,
         only_existing=only_existing,
@@ -219,6 +233,7 @@ def _numbers(seeds: str) -> tuple[int, ...]:
 def _command(
     quick: bool,
     config: list[Path] | None,
+    added: list[str] | None,
     without: list[str] | None,
     epochs: int | None,
     seeds: str,
@@ -229,8 +244,9 @@ def _command(
     words = ["locoprop", "figure", "NAME", *(["--quick"] if quick else [])]
     for path in config or []:
         words += ["--config", path.name]
-    for method in without or []:
-        words += ["--without", method]
+    for option, names in (("--with", added), ("--without", without)):
+        for method in names or []:
+            words += [option, method]
     for option, value in (("epochs", epochs), ("device", device), ("precision", precision)):
         words += [] if value is None else [f"--{option}", str(value)]
     words += [] if seeds == "0" else ["--seeds", seeds]

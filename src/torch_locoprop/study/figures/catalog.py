@@ -6,7 +6,7 @@ the paper's protocol (`protocol.py`) or a small one for a quick look (`quick.py`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -53,6 +53,10 @@ ENTRIES = (
     Entry("costs", "Memory and time of a step beside the formulas", "Table 1"),
 )
 NAMES = tuple(entry.name for entry in ENTRIES)
+COMPARISONS = tuple(
+    name for name in NAMES if name not in ("matching-loss", "s-vs-m", "inner-solvers", "costs")
+)
+"""The figures that compare methods, to which others can be added."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,10 @@ class Scale:
         config = RunConfig(method, {**own, **fixed}, **self.tasks[task])
         return Series(", ".join([label(method), *at]), config, base, fixed, origin)
 
+    def lines(self, task: str, names: Sequence[str]) -> tuple[Series, ...]:
+        """Return the line of each of these methods on a task, once."""
+        return tuple(self.series(task, name) for name in dict.fromkeys(names))
+
 
 FIRST_ORDER = ("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop")
 LOCAL_STEPS = (1, 5, 10, 50)
@@ -167,29 +175,35 @@ def entry_of(name: str) -> Entry:
     return ENTRIES[NAMES.index(name)]
 
 
-def loss_figure(name: str, scale: Scale) -> LossFigure:
-    """Return the figure of that name, if it draws losses, at this scale."""
+def loss_figure(name: str, scale: Scale, added: Sequence[str] = ()) -> LossFigure:
+    """Return the figure of losses of that name.
+
+    Args:
+        name: One of ``NAMES`` that draws losses.
+        scale: The tasks and settings.
+        added: Methods to draw beside those of the figure, if it is one of ``COMPARISONS``.
+    """
     entry = entry_of(name)
     if name == "first-order":
-        lines = tuple(scale.series("standard", method) for method in FIRST_ORDER)
+        lines = scale.lines("standard", (*FIRST_ORDER, *added))
         panels = [Panel("Train loss", "standard", lines)]
     elif name == "s-vs-m":
         panels = [Panel("Train loss", "standard", _by_local_steps(scale))]
     elif name == "inner-solvers":
         panels = [Panel("Train loss", "standard", _by_solver(scale))]
     elif name in ("standard", "wide", "deep"):
-        lines = _compared(scale, name)
+        lines = _compared(scale, name, added)
         panels = [
             Panel("By epoch", name, lines),
             Panel("By seconds of training", name, lines, by="seconds"),
         ]
     elif name == "test-losses":
         panels = [
-            Panel(entry_of(task).title, task, _compared(scale, task), "test_loss")
+            Panel(entry_of(task).title, task, _compared(scale, task, added), "test_loss")
             for task in TEST_LOSSES
         ]
     else:
-        lines = _compared(scale, name)
+        lines = _compared(scale, name, added)
         panels = [
             Panel("Train loss", name, lines),
             Panel("Test loss", name, lines, "test_loss"),
@@ -197,9 +211,8 @@ def loss_figure(name: str, scale: Scale) -> LossFigure:
     return LossFigure(entry, tuple(panels), scale.note)
 
 
-def _compared(scale: Scale, task: str) -> tuple[Series, ...]:
-    paper = (*COMPARED, *scale.renewed[task])
-    return tuple(scale.series(task, method) for method in (*paper, *newer_methods()))
+def _compared(scale: Scale, task: str, added: Sequence[str]) -> tuple[Series, ...]:
+    return scale.lines(task, (*COMPARED, *scale.renewed[task], *newer_methods(), *added))
 
 
 def _by_local_steps(scale: Scale) -> tuple[Series, ...]:

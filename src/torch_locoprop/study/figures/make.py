@@ -34,7 +34,8 @@ class Maker:
 
     def loss_figures(self, names: Sequence[str]) -> list[Made]:
         """Make these figures of losses; all runs come first, then all timings."""
-        figures = [self._asked(catalog.loss_figure(name, self.order.scale)) for name in names]
+        scale, added = self.order.scale, self.order.added
+        figures = [self._asked(catalog.loss_figure(name, scale, added)) for name in names]
         panels = [panel for figure in figures for panel in figure.panels]
         for config in self.order.tuned:
             if panels and not is_used(config, panels):

@@ -27,6 +27,7 @@ class Order:
     epochs: int | None = None
     seeds: tuple[int, ...] = (0,)
     tuned: tuple[RunConfig, ...] = ()
+    added: tuple[str, ...] = ()
     without: tuple[str, ...] = ()
     jobs: int = 1
     only_existing: bool = False

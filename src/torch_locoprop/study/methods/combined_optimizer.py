@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
 from torch.optim import Optimizer
 
 
@@ -38,11 +36,3 @@ class CombinedOptimizer(Optimizer):
             part.param_groups = self.param_groups[first:last]
             part.state = self.state
             first = last
-
-
-def weights_and_biases(
-    parameters: Iterable[nn.Parameter],
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Return the parameters of two or more dimensions, and the others."""
-    parameters = list(parameters)
-    return [p for p in parameters if p.dim() >= 2], [p for p in parameters if p.dim() < 2]

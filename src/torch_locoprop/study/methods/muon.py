@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 
 from torch_locoprop.baselines import Adam
 from torch_locoprop.baselines.base import check_settings
-from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer, weights_and_biases
+from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
+from torch_locoprop.study.methods.parameter_groups import weights_and_biases
 from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
 from torch_locoprop.study.methods.search_space import SHORT_AVERAGE, Span
 

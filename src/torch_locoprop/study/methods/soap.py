@@ -6,21 +6,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop.baselines.base import check_settings
-from torch_locoprop.study.methods.combined_optimizer import weights_and_biases
 from torch_locoprop.study.methods.optional_packages import INSTALL_PEERS, pytorch_optimizer
+from torch_locoprop.study.methods.parameter_groups import decay_weights_only
 from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
 from torch_locoprop.study.methods.search_space import Span
 
 
 def _build(model: nn.Module, settings: Settings) -> Optimizer:
     check_settings(settings)
-    weights, biases = weights_and_biases(model.parameters())
-    groups = [
-        {"params": weights, "weight_decay": settings["weight_decay"]},
-        {"params": biases, "weight_decay": 0.0},
-    ]
     optimizer: Optimizer = pytorch_optimizer("SOAP")(
-        groups,
+        decay_weights_only(model.parameters(), settings["weight_decay"]),
         lr=settings["lr"],
         betas=(settings["momentum"], settings["decay"]),
         eps=settings["eps"],
