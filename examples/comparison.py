@@ -1,11 +1,11 @@
-"""Compares optimizers on one task, at equal steps and at equal time: what two examples share.
+"""Compare optimizers on one task, at equal steps and at equal time.
 
-Settings are chosen by the loss on validation data, which nothing is trained on and no table shows. At
-equal time, every method trains, with a schedule of its own, as many steps as fit into the time that
-the first method takes; the time of a step is measured beforehand, in turns (``timing.py``).
+Settings are chosen by the loss on validation data, which is not used for training and not shown in
+the table. At equal time, every method takes as many steps as fit into the time of the first method's
+run, with a schedule of that length. The time of a step is measured before (`timing.py`).
 
-Every run is one JSON file, written when the run is done. Runs whose file is there are not made again,
-so whatever was stopped goes on where it was. One run is in ``training.py``.
+Every run writes one JSON file when it is finished. A run whose file exists is not repeated, so the
+same command continues an interrupted comparison. `training.py` makes one run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from pathlib import Path
 
 import timing
 import torch
+from arguments import count
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from training import Record, Run, Settings, Task, finished, perform, shown, write
@@ -29,12 +30,25 @@ from training import Record, Run, Settings, Task, finished, perform, shown, writ
 from torch_locoprop.study.data import safe_files
 from torch_locoprop.study.training import machine
 
-SEARCH_SEED = 100  # none of the seeds that are reported
+SEARCH_SEED = 100  # differs from the seeds in the table
 
 
 @dataclass
 class Comparison:
-    """All runs of a task in one folder."""
+    """All runs of a task in one folder.
+
+    Args:
+        task: what to train.
+        device: where to train.
+        folder: folder of all results.
+        methods: names of the methods; the first one's time is the time of all at equal time.
+        seeds: seeds of the runs in the table.
+        steps: steps of a run at equal steps.
+        search_steps: steps of a run of the search.
+        processes: runs at the same time.
+        deadline: no run is started that would end later, by `time.monotonic()`.
+        console: where messages are printed.
+    """
 
     task: Task
     device: str
@@ -44,7 +58,7 @@ class Comparison:
     steps: int
     search_steps: int
     processes: int
-    deadline: float  # on the clock of time.monotonic
+    deadline: float
     console: Console
 
     @property
@@ -52,19 +66,19 @@ class Comparison:
         return self.folder / "timings.json"
 
     def searches(self, name: str) -> list[Run]:
-        """The runs of a method's search."""
+        """Return the runs of a method's search."""
         trials = self.task.methods[name].trials()
         folder = self.folder / "searches"
         return [Run(name, trial, SEARCH_SEED, self.search_steps, folder) for trial in trials]
 
     def tried(self, name: str) -> list[Record]:
-        """What is known of a method's trials, the best first."""
+        """Return the results of a method's finished trials, the best first."""
         records = [finished(self.task, run) for run in self.searches(name)]
         known = [record for record in records if record is not None]
         return sorted(known, key=lambda r: r["final"].get("validation loss", math.inf))
 
     def settings(self, name: str) -> Settings:
-        """The best settings that a search has found, or the example's own."""
+        """Return the best settings of the search, or the defaults if there was none."""
         tried = [record for record in self.tried(name) if not record["diverged"]]
         best: Settings = tried[0]["settings"] if tried else self.task.methods[name].settings
         return best
@@ -73,7 +87,7 @@ class Comparison:
         return self._with_seeds(name, self.steps)
 
     def at_equal_time(self, name: str, timings: Record) -> list[Run]:
-        """Runs that take the time of the first method's steps, by the timings."""
+        """Return the runs that take as long as the first method's, by the measured times."""
         milliseconds = {each: timings["methods"][each]["ms_per_step"] for each in self.methods}
         budget = self.steps * milliseconds[self.methods[0]]
         return self._with_seeds(name, max(int(budget / milliseconds[name] + 1e-9), 1))
@@ -85,7 +99,11 @@ class Comparison:
     # ---- timing ----
 
     def timings(self, anew: bool = False) -> Record:
-        """Time and memory of a step of each method, with nothing else going on."""
+        """Return the time and memory of a step of each method; measure them if they are unknown.
+
+        Args:
+            anew: measure even if the folder has measurements of this machine.
+        """
         known, here = self.known_timings(), machine.environment(self.device)
         if known and not anew and all(known[name] == value for name, value in here.items()):
             return known
@@ -102,12 +120,15 @@ class Comparison:
         return record
 
     def known_timings(self) -> Record | None:
-        """Those in the folder, if of this task and of all methods, and as long as they should be."""
+        """Return the measurements in the folder, or None if there are none that can be used.
+
+        They must be of this task, contain all methods, and be as long as `steps` requires.
+        """
         if not self.timings_path.exists():
             return None
         known: Record = json.loads(self.timings_path.read_text())
         same = known["task"] == self.task.description
-        # Files from before timings could be short do not say how long they were.
+        # Older files have no "steps": their measurements had the full length.
         long_enough = known.get("steps", math.inf) >= timing.length(self.steps).steps
         all_methods = set(self.methods) <= set(known["methods"])
         return known if same and long_enough and all_methods else None
@@ -115,7 +136,7 @@ class Comparison:
     # ---- running ----
 
     def make(self, runs: Sequence[Run], title: str) -> None:
-        """Make the runs that are not there yet, several at a time, until the time is up."""
+        """Make the runs that are not finished yet, unless they would end after the deadline."""
         waiting = [run for run in _distinct(runs) if finished(self.task, run) is None]
         pace = Pace(self.timings() if waiting else {}, self.processes)
         left_out = 0
@@ -142,31 +163,31 @@ class Comparison:
         if left_out:
             self.console.print(
                 f"{title}: {left_out} runs would have ended after --limit and were not started. "
-                "The same command makes them."
+                "Run the same command again to make them."
             )
 
     def _pool(self) -> ProcessPoolExecutor | timing.InProcess:
         return timing.InProcess() if self.processes == 1 else timing.processes(self.processes)
 
     def search(self) -> None:
-        """Make all trials of all methods, and say which settings are the best."""
+        """Make all trials of all methods, and print them with the best first."""
         self.make([run for name in self.methods for run in self.searches(name)], "search")
         for name in self.methods:
             for place, record in enumerate(self.tried(name)):
                 edge = self.task.methods[name].at_edge(record["settings"]) if place == 0 else []
-                note = f"  the end of the grid: {', '.join(edge)}" if edge else ""
+                note = f"  at the edge of the grid: {', '.join(edge)}" if edge else ""
                 self.console.print(_line("", record) + note, soft_wrap=True, highlight=False)
 
     def compare(self) -> None:
-        """Make all runs with the best settings: at equal steps, and at equal time."""
+        """Make all runs with the best settings, at equal steps and at equal time."""
         timings = self.timings()
         each = [self.at_equal_steps(name) for name in self.methods]
         each += [self.at_equal_time(name, timings) for name in self.methods]
-        # Seed by seed: if the time is up too early, all methods have as many.
+        # Seed by seed: if the deadline comes first, all methods have the same number of seeds.
         self.make([run for seed in zip(*each, strict=True) for run in seed], self.task.name)
 
     def table(self) -> str:
-        """What has been found, as Markdown."""
+        """Return the results as a Markdown table."""
         timings = self.known_timings()
         if timings is None:
             raise SystemExit(f"No timings in {self.folder}. Run this without --table first.")
@@ -177,7 +198,7 @@ class Comparison:
             "ms a step",
             "MiB",
             f"steps in {first}'s time",
-            *(f"{s}, then" for s in columns),
+            *(f"{s}, equal time" for s in columns),
         ]
         lines = [headings, ["---"] * len(headings)]
         for name in self.methods:
@@ -199,11 +220,11 @@ class Comparison:
                     *(self._over_seeds(later, s) for s in columns),
                 ]
             )
-        precision = "bfloat16 autocast" if self.task.bf16 else "TF32 where the machine has it"
+        precision = "bfloat16 autocast" if self.task.bf16 else "TF32 if available"
         note = (
             f"Mean ± standard deviation over seeds {', '.join(map(str, self.seeds))}; "
-            f"{timings['machine']}, {precision}, PyTorch {timings['torch']}. MiB are the "
-            "most at a time; trials are those of the search that chose the settings, at another seed."
+            f"{timings['machine']}, {precision}, PyTorch {timings['torch']}. MiB: peak memory. "
+            "Trials: runs of the search that chose the settings, with another seed."
         )
         return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
 
@@ -223,28 +244,35 @@ class Comparison:
 
 
 class Pace:
-    """How long runs take when several share the machine, to end before a limit."""
+    """An estimate of how long runs take when several run at the same time.
+
+    Args:
+        timings: the measured time of a step of each method, alone on the machine.
+        processes: runs at the same time.
+    """
 
     def __init__(self, timings: Record, processes: int) -> None:
         self._alone = {
             name: found["ms_per_step"] / 1000 for name, found in timings.get("methods", {}).items()
         }
-        self._slower = float(processes)  # as if they took turns, until there is something to go by
+        self._slower = float(
+            processes
+        )  # slowdown by the other runs: the worst case, until measured
         self._learned = False
 
     def seconds(self, run: Run) -> float:
-        """An estimate, with a margin for starting and evaluating."""
+        """Return the estimated seconds of a run, with a margin for its start and evaluations."""
         return 1.3 * self._slower * self._alone[run.method] * run.steps + 10
 
     def learn(self, run: Run, record: Record) -> None:
-        """A run has ended."""
+        """Update the estimate from a finished run."""
         now = record["ms_per_step"] / 1000 / self._alone[run.method]
         self._slower = max(now, self._slower) if self._learned else now
         self._learned = True
 
 
 def _distinct(runs: Sequence[Run]) -> list[Run]:
-    """Each once: at equal time, the first method makes the steps it makes anyway."""
+    """Drop repeated runs: the first method's runs at equal time are those at equal steps."""
     return list({run.path: run for run in runs}.values())
 
 
@@ -265,54 +293,60 @@ def _line(title: str, record: Record) -> str:
 
 
 def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
-    """Options that all comparisons have."""
+    """Return a parser with the options that all comparisons have.
+
+    Args:
+        description: text of `--help`.
+        steps: default of `--steps`.
+    """
     own = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     phase = own.add_mutually_exclusive_group()
     phase.add_argument(
-        "--search", action="store_true", help="try each method's grid of settings, at one seed"
+        "--search", action="store_true", help="try all settings of each method's grids"
     )
     phase.add_argument(
-        "--time", action="store_true", help="measure the time of a step of each method anew"
+        "--time", action="store_true", help="measure the time of a step of each method again"
     )
     phase.add_argument(
-        "--table", action="store_true", help="make the table of what is there, train nothing"
+        "--table", action="store_true", help="print the table of finished runs without training"
     )
-    own.add_argument("--steps", type=count, default=steps, help=f"of training (default: {steps})")
-    own.add_argument("--search-steps", type=count, help="of a search's runs (default: --steps)")
+    own.add_argument(
+        "--steps", type=count, default=steps, help=f"training steps (default: {steps})"
+    )
+    own.add_argument("--search-steps", type=count, help="steps of a trial (default: --steps)")
     own.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
     own.add_argument(
-        "--methods", nargs="+", metavar="METHOD", help="some of them; the first sets the time"
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="default: all; the first gives the time of all",
     )
-    own.add_argument("--processes", type=count, default=1, help="runs at a time (default: 1)")
+    own.add_argument(
+        "--processes", type=count, default=1, help="runs at the same time (default: 1)"
+    )
     own.add_argument(
         "--limit", type=float, default=math.inf, metavar="SECONDS",
-        help="start no run that would end later than so long after the start",
+        help="do not start a run that would end more than this many seconds from now",
     )  # fmt: skip
-    own.add_argument("--bf16", action="store_true", help="forward passes in bfloat16 autocast")
+    own.add_argument(
+        "--bf16", action="store_true", help="compute forward passes in bfloat16 autocast"
+    )
     own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    own.add_argument("--out", type=Path, help="folder of the results (default: results/examples/…)")
+    own.add_argument("--out", type=Path, help="folder of results (default: results/examples/TASK)")
     return own
 
 
-def count(text: str) -> int:
-    """A number of one or more, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
-
-
 def main(task: Task, options: argparse.Namespace) -> None:
-    """Do what the options ask for; without any, compare, and show the table."""
+    """Search, measure, or compare and print the table, as the options say."""
     names = options.methods or list(task.methods)
     for name in names:
         if name not in task.methods:
             raise SystemExit(f"Invalid method {name!r}. Must be one of {', '.join(task.methods)}.")
     if not options.table:
         check_device(options.device)
-        task.load(torch.device("cpu"))  # what is missing is said once, not by every process
+        task.load(torch.device("cpu"))  # report missing data here, once, and not in every process
     comparison = Comparison(
         task,
         options.device,
@@ -340,11 +374,11 @@ def main(task: Task, options: argparse.Namespace) -> None:
 
 
 def check_device(device: str) -> None:
-    """End with a line for people if tensors cannot be made there."""
+    """Exit with a message if tensors cannot be created on the device."""
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter where torch has no CUDA at all
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a torch without CUDA
         reason = str(error).partition("\n")[0]
         raise SystemExit(
-            f"Device {device!r} cannot be used ({reason}). Choose another with --device, such as cpu."
+            f"Device {device!r} cannot be used ({reason}). Choose another one, such as --device cpu."
         ) from error

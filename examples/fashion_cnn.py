@@ -1,10 +1,11 @@
-"""LocoProp, AdamW and Muon on a residual network that classifies Fashion-MNIST.
+"""Compare LocoProp with AdamW and Muon on a residual network that classifies Fashion-MNIST.
 
-    python examples/fashion_cnn.py --search    # each method's settings, by validation loss
-    python examples/fashion_cnn.py             # three seeds of each, at equal steps and equal time
-    python examples/fashion_cnn.py --table     # the table again
+    python examples/fashion_cnn.py --search    # choose each method's settings by validation loss
+    python examples/fashion_cnn.py             # train three seeds at equal steps and at equal time
+    python examples/fashion_cnn.py --table     # print the table of finished runs
 
-The data is downloaded once, unless --data-dir or TORCH_LOCOPROP_DATA names a folder that has it.
+Fashion-MNIST is downloaded once. To use files you have, name their folder with --data-dir or the
+environment variable TORCH_LOCOPROP_DATA.
 """
 
 from __future__ import annotations
@@ -16,20 +17,17 @@ from typing import NamedTuple
 
 import comparison
 import torch
-from muon import adamw, muon_and_adamw
+from methods import INNER, Optimizers
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from training import Batches, Method, Settings, Task
+from training import Batches, Method, Task
 
-from torch_locoprop import LocoProp
-from torch_locoprop.solvers import Exact
 from torch_locoprop.study.data import datasets
 
 # ---- the model ----------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Two convolutions around which the input finds a way of its own."""
+    """A residual block: two convolutions with batch norms, and a shortcut around them."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -49,7 +47,10 @@ class Block(nn.Module):
 
 
 class ResidualNetwork(nn.Module):
-    """A stem, stages of two blocks that each halve the image but the first, and a linear head."""
+    """A first convolution, stages of two blocks each, and a linear layer for ten classes.
+
+    Every stage but the first halves height and width. `channels` has the channels of each stage.
+    """
 
     def __init__(self, channels: Sequence[int]) -> None:
         super().__init__()
@@ -69,96 +70,14 @@ class ResidualNetwork(nn.Module):
 
 # ---- the methods --------------------------------------------------------------------------------
 
-SHRINK = 1e-4  # of the weights in a step at the full rate, the same for all methods
-BETAS = (0.9, 0.99)
-INNER = ["blocks.*"]  # layers with local problems: all but the stem and the head, as for Muon
-LAYERS = {"inner": INNER, "second": ["blocks.*.second"], "all": None}
-MAX_ROWS = 4096  # of the 200,704 to 12,544 rows of a layer: every position of an image is one
-
-
-def filters_of(model: nn.Module) -> list[nn.Parameter]:
-    """Those of the blocks."""
-    return [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 4]
-
-
-def by_adamw(model: nn.Module, settings: Settings) -> Optimizer:
-    return adamw(model.parameters(), settings["lr"], SHRINK, BETAS)
-
-
-def by_muon(model: nn.Module, settings: Settings) -> Optimizer:
-    """Muon for the filters of the blocks; AdamW for the stem, the head, and all norms."""
-    return muon_and_adamw(model.parameters(), filters_of(model), settings, SHRINK, BETAS)
-
-
-def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S in closed form, ``G (XᵀX + λI)⁻¹``, as the gradient that Muon steps along."""
-    return LocoProp(
-        model,
-        lr=settings["lr"],
-        variant="locoprop-s",
-        gamma=1.0,
-        # One batch has rows enough: in all other steps nothing is kept of them.
-        solver=Exact(every=20, damping=settings["damping"]),
-        local_reduction="mean",
-        max_rows=MAX_ROWS,
-        layers=LAYERS[settings["layers"]],
-        apply="gradient",
-        outer=by_muon(model, settings),
-    )
-
-
-def by_local_steps_adamw(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S by five plain iterations, as the gradient that AdamW steps along.
-
-    They converge for ``lr < 2 / λ``, with λ the largest eigenvalue of XᵀX / rows, which is below its
-    trace: the inputs of a row times their mean square.
-    """
-    filters = filters_of(model)
-    groups = [{"params": [p], "lr": settings["reach"] / p[0].numel()} for p in filters]
-    inside = set(filters)
-    rest = [p for p in model.parameters() if p not in inside]
-    lr = settings["lr"]
-    return LocoProp(
-        model,
-        param_groups=[*groups, {"params": rest}],
-        variant="locoprop-s",
-        gamma=1.0,
-        solver="sgd",
-        local_steps=5,
-        local_decay="constant",
-        local_reduction="mean",
-        max_rows=MAX_ROWS,
-        layers=INNER,
-        apply="gradient",
-        outer=lambda filters: adamw(filters, lr, SHRINK, BETAS),
-        fallback=lambda rest: adamw(rest, lr, SHRINK, BETAS),
-    )
-
-
-def by_locoprop(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S as in the paper, with RMSProp; its solution replaces the weights."""
-    lr = settings["lr"]
-    return LocoProp(
-        model,
-        lr=lr,
-        variant="locoprop-s",
-        gamma=settings["gamma"],
-        local_steps=5,
-        solver="rmsprop",
-        momentum=0.9,
-        decay=0.9,
-        eps=1e-8,
-        weight_decay=SHRINK / lr,
-        local_reduction="mean",
-        max_rows=MAX_ROWS,
-        layers=INNER,
-        fallback=lambda rest: adamw(rest, settings["fallback_lr"], SHRINK, BETAS),
-    )
-
-
+# Every position of every image is a row, 12,544 to 200,704 for each layer; LocoProp keeps 4096 of them.
+MAKE = Optimizers(
+    {"inner": INNER, "second": ["blocks.*.second"], "all": None},
+    max_rows=4096,
+)
 METHODS = {
     "adamw": Method(
-        by_adamw,
+        MAKE.by_adamw,
         {"lr": 4e-3},
         [
             {"lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]},
@@ -166,7 +85,7 @@ METHODS = {
         ],
     ),
     "muon": Method(
-        by_muon,
+        MAKE.by_muon,
         {"lr": 1.6e-2, "momentum": 0.95},
         [
             {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
@@ -174,7 +93,7 @@ METHODS = {
         ],
     ),
     "locoprop-s-exact-muon": Method(
-        by_exact_muon,
+        MAKE.by_exact_muon,
         {"lr": 8e-3, "momentum": 0.9, "damping": 1.0, "layers": "inner"},
         [
             {"lr": [4e-3, 8e-3, 1.6e-2], "damping": [1.0, 4.0]},
@@ -183,7 +102,7 @@ METHODS = {
         ],
     ),
     "locoprop-s-adamw": Method(
-        by_local_steps_adamw,
+        MAKE.by_local_steps_adamw,
         {"lr": 4e-3, "reach": 1.0},
         [
             {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2], "reach": [1.0, 3.0]},
@@ -191,7 +110,7 @@ METHODS = {
         ],
     ),
     "locoprop-s": Method(
-        by_locoprop,
+        MAKE.by_locoprop,
         {"lr": 1.5e-4, "gamma": 100.0, "fallback_lr": 4e-3},
         [
             {"lr": [5e-5, 1.5e-4, 5e-4], "gamma": [30.0, 100.0]},
@@ -207,7 +126,7 @@ METHODS = {
 
 
 class Images(NamedTuple):
-    """Bytes ``[N, 28, 28]`` and labels ``[N]`` on the device."""
+    """Training images `[N, 28, 28]` as bytes, labels `[N]`, and the held-out parts, on the device."""
 
     train: Tensor
     train_labels: Tensor
@@ -216,7 +135,7 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class FashionCNN(Task):
-    """Ten kinds of clothes; the last of the training images are for validation."""
+    """Classify Fashion-MNIST; the last training images are held out for validation."""
 
     channels: tuple[int, ...] = (32, 64, 128)
     batch_size: int = 256
@@ -232,7 +151,7 @@ class FashionCNN(Task):
         except datasets.DatasetError as error:
             raise SystemExit(str(error)) from error
         if data.train_labels is None or data.test_labels is None:
-            raise SystemExit("The labels of Fashion-MNIST are missing. Put them beside the images.")
+            raise SystemExit("Fashion-MNIST has no label files here. Put them beside the images.")
         return self.divided(
             *(_bytes(data.train).to(device), data.train_labels.to(device)),
             *(_bytes(data.test).to(device), data.test_labels.to(device)),
@@ -241,7 +160,7 @@ class FashionCNN(Task):
     def divided(
         self, images: Tensor, labels: Tensor, test_images: Tensor, test_labels: Tensor
     ) -> Images:
-        """The images for training, and those for validation and test as the model takes them."""
+        """Hold out validation images; normalise them and the test images."""
         kept = len(images) - self.validation
         parts = {
             "validation": (_normalised(images[kept:]), labels[kept:]),
@@ -253,7 +172,7 @@ class FashionCNN(Task):
         return ResidualNetwork(self.channels)
 
     def batches(self, data: Images, generator: torch.Generator) -> Batches:
-        """Epoch by epoch in a new order, without the rest of an epoch that is no whole batch."""
+        """Yield batches forever, in a new order each epoch; incomplete last batches are dropped."""
         count, device = len(data.train), data.train.device
         while True:
             order = torch.randperm(count, generator=generator, device=device)
@@ -267,7 +186,7 @@ class FashionCNN(Task):
 
 
 def shifted_and_flipped(images: Tensor, generator: torch.Generator, far: int = 2) -> Tensor:
-    """Images ``[N, height, width]``, each moved by up to ``far`` pixels and mirrored or not."""
+    """Shift each of the images `[N, height, width]` by up to `far` pixels and mirror half of them."""
     count, height, width = images.shape
     device = images.device
 
@@ -287,13 +206,13 @@ def _bytes(images: Tensor) -> Tensor:
 
 
 def _normalised(images: Tensor) -> Tensor:
-    """Bytes ``[N, 28, 28]`` as inputs ``[N, 1, 28, 28]`` of about mean zero and variance one."""
+    """Convert bytes `[N, 28, 28]` to inputs `[N, 1, 28, 28]` with mean 0 and variance 1, roughly."""
     return (images.float().unsqueeze(1) / 255 - 0.286) / 0.353
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = comparison.parser(__doc__, steps=2140)  # ten epochs
-    parser.add_argument("--data-dir", type=Path, help="a folder with Fashion-MNIST's files")
+    parser.add_argument("--data-dir", type=Path, help="folder with the files of Fashion-MNIST")
     options = parser.parse_args(arguments)
     comparison.main(FashionCNN(options.data_dir, options.bf16), options)
 

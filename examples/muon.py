@@ -1,9 +1,9 @@
-"""Muon for matrices and for the filters of convolutions, and what trains the other parameters.
+"""Muon for matrices and for filters of convolutions, with AdamW for all other parameters.
 
-``torch.optim.Muon`` takes matrices only. This one gives the same steps, as with
-``adjust_lr_fn="match_rms_adamw"``, and takes a filter ``[out, in, height, width]`` for the matrix
-``[out, in · height · width]``. Matrices of one shape are orthogonalised together, which on a GPU takes
-far less time than one after the other.
+`torch.optim.Muon` accepts matrices only. The class here takes the same steps, as with
+`adjust_lr_fn="match_rms_adamw"`, and treats a filter `[out, in, height, width]` as the matrix
+`[out, in · height · width]`. Matrices of one shape are orthogonalised in one batch, which is much
+faster on a GPU.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from torch.optim import AdamW, Optimizer
 
 from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
 
-A, B, C = 3.4445, -4.7750, 2.0315  # of the iteration X ← a X + (b XXᵀ + c (XXᵀ)²) X
+A, B, C = 3.4445, -4.7750, 2.0315  # coefficients of the iteration X ← A X + (B XXᵀ + C (XXᵀ)²) X
 
 
 class Muon(Optimizer):
-    """Momentum, Nesterov's, with the singular values of each step set to about one.
+    """Nesterov's momentum, with the singular values of each step set to about one.
 
-    Weights shrink by ``1 − lr · weight_decay``, and the root mean square of a step is about 0.2 lr,
-    as that of AdamW's, so learning rates of AdamW are a good start.
+    The root mean square of a step is about `0.2 · lr`, like AdamW's, so a learning rate of AdamW is a
+    good first choice.
+
+    Args:
+        params: parameters of two or more dimensions.
+        lr: learning rate.
+        momentum: factor of the running average of gradients.
+        weight_decay: weights are multiplied by `1 − lr · weight_decay` before the step.
     """
 
     def __init__(
@@ -47,7 +53,7 @@ class Muon(Optimizer):
                 self._move(params, group["lr"], group["momentum"], group["weight_decay"])
 
     def _move(self, params: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
-        """Step parameters that are matrices of one shape."""
+        """Take the step of parameters that are matrices of one shape."""
         gradients = [p.grad for p in params if p.grad is not None]
         running = [self._running(p) for p in params]
         torch._foreach_lerp_(running, gradients, 1 - momentum)
@@ -67,7 +73,7 @@ class Muon(Optimizer):
 
 
 def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
-    """Matrices ``[k, m, n]`` with the same singular vectors, and singular values of about one."""
+    """Set the singular values of the matrices `[k, m, n]` to about one; keep the singular vectors."""
     x = matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -82,7 +88,10 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
 def adamw(
     params: Iterable[nn.Parameter], lr: float, shrink: float, betas: tuple[float, float]
 ) -> AdamW:
-    """AdamW; weights shrink by ``shrink`` in a step, whatever the rate, biases and norms do not."""
+    """Return AdamW with a weight decay of `shrink` for each step at the full learning rate.
+
+    Vectors, such as biases and the parameters of norms, do not decay.
+    """
     params = list(params)
     divided = {
         shrink / lr: [p for p in params if p.dim() >= 2],
@@ -99,7 +108,15 @@ def muon_and_adamw(
     shrink: float,
     betas: tuple[float, float],
 ) -> CombinedOptimizer:
-    """Muon for those of the parameters that are among the matrices, and AdamW for the rest."""
+    """Return Muon for the parameters that are in `matrices`, and AdamW for the other parameters.
+
+    Args:
+        params: all parameters to train.
+        matrices: parameters that Muon should train.
+        settings: `lr` of both, and `momentum` of Muon.
+        shrink: fraction by which weights decay in a step at the full learning rate.
+        betas: of AdamW.
+    """
     params, inside = list(params), set(matrices)
     lr, momentum = settings["lr"], settings["momentum"]
     by_muon, rest = [p for p in params if p in inside], [p for p in params if p not in inside]

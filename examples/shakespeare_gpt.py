@@ -1,12 +1,13 @@
-"""LocoProp, AdamW and Muon on a small GPT that predicts the characters of Shakespeare's plays.
+"""Compare LocoProp with AdamW and Muon on a small GPT that predicts the characters of a text.
 
-    python examples/shakespeare_gpt.py --text input.txt --search   # settings, by validation loss
-    python examples/shakespeare_gpt.py --text input.txt            # at equal steps, and at equal time
-    python examples/shakespeare_gpt.py --text input.txt --table    # the table again
+    python examples/shakespeare_gpt.py --text input.txt --search   # choose settings by validation loss
+    python examples/shakespeare_gpt.py --text input.txt            # train at equal steps and equal time
+    python examples/shakespeare_gpt.py --text input.txt --table    # print the table of finished runs
 
-The text is any; made for the 1.1 million characters known as tiny Shakespeare, which are looked for
-in tinyshakespeare/input.txt of --data-dir or of the folder that TORCH_LOCOPROP_DATA names. The first
-90 % are trained on, the next 5 % are for validation, the last 5 % for the test.
+The settings suit the 1.1 million characters known as tiny Shakespeare. Without --text, they are read
+from tinyshakespeare/input.txt in --data-dir or in the folder that the environment variable
+TORCH_LOCOPROP_DATA names. The first 90 % of the text are for training, the next 5 % for validation and
+the last 5 % for the test.
 """
 
 from __future__ import annotations
@@ -20,20 +21,17 @@ from typing import NamedTuple
 import comparison
 import torch
 import torch.nn.functional as F
-from muon import adamw, muon_and_adamw
+from methods import INNER, Optimizers
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from training import Batches, Method, Settings, Task
+from training import Batches, Method, Task
 
-from torch_locoprop import LocoProp
-from torch_locoprop.solvers import Exact
 from torch_locoprop.study.data.datasets import VARIABLE
 
 # ---- the model ----------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
-    """Attention to what came before, then two layers for each position by itself."""
+    """A transformer block: causal self-attention, then two linear layers for each position."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -61,7 +59,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits ``[N, context, characters]`` of the character after each."""
+    """A GPT; returns the logits `[N, context, characters]` of the next character at each position."""
 
     def __init__(
         self, characters: int, layers: int, width: int, heads: int, context: int, dropout: float
@@ -75,7 +73,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, characters)
         self.apply(_small)
         for name, p in self.named_parameters():
-            if name.endswith("_out.weight"):  # so that all blocks together add what one would
+            if name.endswith(
+                "_out.weight"
+            ):  # so that the sum over all blocks has the variance of one
                 nn.init.normal_(p, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, text: Tensor) -> Tensor:
@@ -93,93 +93,10 @@ def _small(module: nn.Module) -> None:
 
 # ---- the methods --------------------------------------------------------------------------------
 
-SHRINK = 1e-4  # of the weights in a step at the full rate, the same for all methods
-BETAS = (0.9, 0.99)
-INNER = ["blocks.*"]  # layers with local problems: all but the head, as for Muon
-LAYERS = {"inner": INNER, "hidden": ["blocks.*.hidden_*"], "all": None}
-
-
-def by_adamw(model: nn.Module, settings: Settings) -> Optimizer:
-    return adamw(model.parameters(), settings["lr"], SHRINK, BETAS)
-
-
-def matrices_of(model: nn.Module) -> list[nn.Parameter]:
-    """Those of the blocks."""
-    return [p for n, p in model.named_parameters() if n.startswith("blocks") and p.dim() == 2]
-
-
-def by_muon(model: nn.Module, settings: Settings) -> Optimizer:
-    """Muon for the matrices of the blocks; AdamW for embeddings, head, biases and norms."""
-    return muon_and_adamw(model.parameters(), matrices_of(model), settings, SHRINK, BETAS)
-
-
-def by_exact_muon(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S in closed form, ``G (XᵀX + λI)⁻¹``, as the gradient that Muon steps along."""
-    return LocoProp(
-        model,
-        lr=settings["lr"],
-        variant="locoprop-s",
-        gamma=1.0,
-        # One batch has rows enough: in all other steps nothing is kept of them.
-        solver=Exact(every=20, damping=settings["damping"]),
-        local_reduction="mean",
-        layers=LAYERS[settings["layers"]],
-        apply="gradient",
-        outer=by_muon(model, settings),
-    )
-
-
-def by_local_steps_adamw(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S by five plain iterations, as the gradient that AdamW steps along.
-
-    They converge for ``lr < 2 / λ``, with λ the largest eigenvalue of XᵀX / rows, which is below its
-    trace: the inputs of a row times their mean square.
-    """
-    blocks = model.get_submodule("blocks")
-    linear = [m for m in blocks.modules() if isinstance(m, nn.Linear)]
-    groups = [{"params": m.parameters(), "lr": settings["reach"] / m.in_features} for m in linear]
-    inside = {id(p) for m in linear for p in m.parameters()}
-    rest = [p for p in model.parameters() if id(p) not in inside]
-    lr = settings["lr"]
-    return LocoProp(
-        model,
-        param_groups=[*groups, {"params": rest}],
-        variant="locoprop-s",
-        gamma=1.0,
-        solver="sgd",
-        local_steps=5,
-        local_decay="constant",
-        local_reduction="mean",
-        layers=INNER,
-        apply="gradient",
-        outer=lambda params: adamw(params, lr, SHRINK, BETAS),
-        fallback=lambda rest: adamw(rest, lr, SHRINK, BETAS),
-    )
-
-
-def by_locoprop(model: nn.Module, settings: Settings) -> Optimizer:
-    """LocoProp-S as in the paper, with RMSProp; its solution replaces the weights."""
-    lr = settings["lr"]
-    return LocoProp(
-        model,
-        lr=lr,
-        variant="locoprop-s",
-        gamma=settings["gamma"],
-        local_steps=5,
-        solver="rmsprop",
-        momentum=0.9,
-        decay=0.9,
-        eps=1e-8,
-        weight_decay=SHRINK / lr,
-        local_reduction="mean",
-        layers=INNER,
-        fallback=lambda rest: adamw(rest, settings["fallback_lr"], SHRINK, BETAS),
-    )
-
-
+MAKE = Optimizers({"inner": INNER, "hidden": ["blocks.*.hidden_*"], "all": None})
 METHODS = {
     "adamw": Method(
-        by_adamw,
+        MAKE.by_adamw,
         {"lr": 2e-3},
         [
             {"lr": [5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2]},
@@ -187,7 +104,7 @@ METHODS = {
         ],
     ),
     "muon": Method(
-        by_muon,
+        MAKE.by_muon,
         {"lr": 1.6e-2, "momentum": 0.95},
         [
             {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
@@ -195,7 +112,7 @@ METHODS = {
         ],
     ),
     "locoprop-s-exact-muon": Method(
-        by_exact_muon,
+        MAKE.by_exact_muon,
         {"lr": 8e-3, "momentum": 0.95, "damping": 1.0, "layers": "inner"},
         [
             {"lr": [8e-3, 1.6e-2], "momentum": [0.9], "damping": [1.0, 4.0]},
@@ -204,7 +121,7 @@ METHODS = {
         ],
     ),
     "locoprop-s-adamw": Method(
-        by_local_steps_adamw,
+        MAKE.by_local_steps_adamw,
         {"lr": 2e-3, "reach": 1.0},
         [
             {"lr": [1e-3, 2e-3, 4e-3], "reach": [1.0, 3.0]},
@@ -213,7 +130,7 @@ METHODS = {
         ],
     ),
     "locoprop-s": Method(
-        by_locoprop,
+        MAKE.by_locoprop,
         {"lr": 3e-4, "gamma": 10.0, "fallback_lr": 2e-3},
         [
             {"lr": [1e-4, 3e-4, 1e-3], "gamma": [10.0, 100.0]},
@@ -229,16 +146,16 @@ METHODS = {
 
 
 class Text(NamedTuple):
-    """The text for training ``[length]``, and windows ``[N, context]`` of the rest."""
+    """The training text `[length]` as character numbers, and the held-out parts as windows."""
 
-    characters: int  # distinct ones
+    characters: int  # number of distinct characters
     train: Tensor
     held_out: dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class ShakespeareGPT(Task):
-    """The next character of a text, whose distinct characters are numbered."""
+    """Predict the next character of a text."""
 
     layers: int = 4
     width: int = 256
@@ -254,14 +171,14 @@ class ShakespeareGPT(Task):
     def load(self, device: torch.device) -> Text:
         if self.source is None:
             raise SystemExit(
-                f"No text. Name a file with --text, or with --data-dir or {VARIABLE} a folder that "
-                "has tinyshakespeare/input.txt."
+                "No text. Give a file with --text, or a folder that contains "
+                f"tinyshakespeare/input.txt with --data-dir or the variable {VARIABLE}."
             )
         try:
             text = self.source.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise SystemExit(
-                f"{self.source} is no text ({error}). Name one with --text."
+                f"{self.source} is not a text file ({error}). Give another with --text."
             ) from error
         number = {character: i for i, character in enumerate(sorted(set(text)))}
         numbers = torch.tensor([number[character] for character in text], device=device)
@@ -269,14 +186,14 @@ class ShakespeareGPT(Task):
         train, validation, test = numbers.split([*ends, len(numbers) - sum(ends)])
         if len(validation) <= self.context:
             raise SystemExit(
-                f"{self.source} is too short: a twentieth of its {len(text)} characters has no "
-                f"window of {self.context} and what follows. Name a longer one with --text."
+                f"{self.source} is too short: 5 % of its {len(text)} characters are fewer than the "
+                f"{self.context + 1} of one window. Give a longer text with --text."
             )
         parts = {"validation": self.windows(validation), "test": self.windows(test)}
         return Text(len(number), train, parts)
 
     def windows(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """All of a text, window by window, and the characters that follow."""
+        """Return the windows `[N, context]` of a text, and the character after each position."""
         count = (len(text) - 1) // self.context
         length = count * self.context
         shape = (count, self.context)
@@ -287,7 +204,7 @@ class ShakespeareGPT(Task):
         return GPT(data.characters, *sizes, self.dropout)
 
     def batches(self, data: Text, generator: torch.Generator) -> Batches:
-        """Windows at random places."""
+        """Yield batches of windows at random positions, forever."""
         device = data.train.device
         window = torch.arange(self.context, device=device)
         last = len(data.train) - self.context
@@ -301,15 +218,17 @@ class ShakespeareGPT(Task):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = comparison.parser(__doc__, steps=2000)
-    parser.add_argument("--text", type=Path, help="the text itself")
-    parser.add_argument("--data-dir", type=Path, help="a folder with tinyshakespeare/input.txt")
+    parser.add_argument("--text", type=Path, help="text file")
+    parser.add_argument(
+        "--data-dir", type=Path, help="folder that contains tinyshakespeare/input.txt"
+    )
     options = parser.parse_args(arguments)
     text = options.text or found(options.data_dir)
     comparison.main(ShakespeareGPT(text, options.bf16), options)
 
 
 def found(data_dir: Path | None) -> Path | None:
-    """The text in one of the folders that may have it."""
+    """Return the path of tinyshakespeare/input.txt in the first folder that contains it, or None."""
     folders = [folder for folder in (data_dir, os.environ.get(VARIABLE)) if folder]
     paths = (Path(folder) / "tinyshakespeare" / "input.txt" for folder in folders)
     return next((path for path in paths if path.is_file()), None)

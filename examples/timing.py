@@ -1,7 +1,7 @@
-"""Time and memory of a step of several methods.
+"""Measure the time and the memory of one training step of several methods.
 
-Each has a process of its own, so that none finds what another has left in memory. They take turns: a
-machine that is slower for a while, as shared ones are, is slower for all of them.
+Each method runs in a process of its own, so that its memory is not affected by the others. The methods
+take turns: if the machine is slow for a while, all of them are measured during that time.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from training import Record, Run, Task, Training
 
 from torch_locoprop.study.training import machine
 
-# Steps, turns, and steps of each, in full. A factorisation is renewed every 20 steps; on a GPU, how
-# that is replayed has settled when it was done ten times.
-WARM_UP, TURNS, TURN = 200, 9, 20
+# The closed form factorises XᵀX every 20 steps, so a turn contains one factorisation. On a GPU, no CUDA
+# graph is recorded any more after ten of them.
+WARM_UP, TURNS, TURN = 200, 9, 20  # steps before the first turn; turns; steps in a turn
 
 
 class InProcess:
-    """Runs what is submitted at once, here."""
+    """A replacement of `ProcessPoolExecutor` that runs functions at once in this process."""
 
     def __enter__(self) -> InProcess:
         return self
@@ -39,7 +39,7 @@ class InProcess:
 
 
 def processes(count: int) -> ProcessPoolExecutor:
-    """So many of them, which start anew: a GPU is not inherited."""
+    """Return a pool of processes that are spawned: forked ones cannot use CUDA."""
     return ProcessPoolExecutor(count, mp_context=get_context("spawn"))
 
 
@@ -48,27 +48,41 @@ def own_process() -> AbstractContextManager[Any]:
 
 
 class Length(NamedTuple):
-    """How long methods are timed."""
+    """The length of a measurement of one method.
+
+    Args:
+        warm_up: steps before the first turn.
+        turns: number of turns.
+        turn: steps in a turn.
+    """
 
     warm_up: int
     turns: int
-    turn: int  # steps of each
+    turn: int
 
     @property
     def steps(self) -> int:
-        """How many each of the methods makes."""
+        """The number of steps that each method takes."""
         return self.warm_up + self.turns * self.turn
 
 
 def length(steps: int) -> Length:
-    """In full, or about as long as one run where runs have fewer than 400 steps."""
+    """Return the length for runs of `steps` steps.
+
+    Below 400 steps the measurement is shortened to about as many steps as one run has.
+    """
     half = max(steps // 2, 1)
     turn = min(TURN, half)
     return Length(min(WARM_UP, half), min(TURNS, half // turn), turn)
 
 
 def measured(task: Task, runs: Sequence[Run], device: str, length: Length) -> Mapping[str, Record]:
-    """By the names of the methods, in the order of the runs."""
+    """Measure the method of each run.
+
+    Returns:
+        For each method: the median of milliseconds for each step over the turns (`ms_per_step`), the
+        milliseconds in each turn (`ms_in_turns`) and the peak memory (`memory_mib`).
+    """
     turns: dict[str, list[float]] = {run.method: [] for run in runs}
     with ExitStack() as stack:
         own = {run.method: stack.enter_context(own_process()) for run in runs}
@@ -91,7 +105,7 @@ def measured(task: Task, runs: Sequence[Run], device: str, length: Length) -> Ma
     }
 
 
-# ---- in the process of a method ------------------------------------------------------------------
+# ---- functions that run in the process of one method -----------------------------------------------
 
 _going: dict[str, Training] = {}
 
@@ -99,12 +113,12 @@ _going: dict[str, Training] = {}
 def _start(task: Task, run: Run, device: str, steps: int) -> None:
     _going[run.method] = Training(task, run, device)
     _going[run.method].advance(steps)
-    # Not before: what cuDNN tries out in the first steps would count.
+    # After the warm-up: the algorithms that cuDNN tries out in the first steps need more memory.
     machine.forget_peak(torch.device(device))
 
 
 def _turn(method: str, steps: int) -> float:
-    """Milliseconds of a step."""
+    """Take some steps; return the milliseconds for each."""
     training = _going[method]
     training.seconds = 0.0
     training.advance(steps)

@@ -1,8 +1,8 @@
-"""A task, its methods, and one run: the ordinary training loop, evaluated now and then.
+"""Train one model with one method: the task, the method, the training loop and its evaluation.
 
-A task says what its model, its data and its methods are; a method makes an optimizer of a model and
-settings. All methods have the same initial weights, batches and schedule at equal seeds: a warm-up
-over 5 % of the steps and a linear decay to almost nothing. Many runs are in ``comparison.py``.
+A task has a model, data and methods. A method makes an optimizer from a model and settings. At equal
+seeds all methods have the same initial weights, batches and schedule: a warm-up over 5 % of the steps,
+then a linear decay. `comparison.py` makes many runs.
 """
 
 from __future__ import annotations
@@ -31,19 +31,25 @@ Settings = Mapping[str, Any]
 Record = dict[str, Any]
 Batches = Iterator[tuple[Tensor, Tensor]]
 
-POINTS = 20  # of a curve: how often a run is evaluated
+POINTS = 20  # evaluations in a run
 
 
 @dataclass(frozen=True)
 class Method:
-    """How to make an optimizer of a model, with which settings, and which ones a search tries."""
+    """An optimizer to compare.
+
+    Args:
+        build: makes the optimizer from a model and settings.
+        settings: the settings that are used if no search was made.
+        grids: settings that a search tries, beside `settings`: all combinations of each grid.
+    """
 
     build: Callable[[nn.Module, Settings], Optimizer]
-    settings: Settings  # where no search has found better ones
-    grids: Sequence[Mapping[str, Sequence[Any]]]  # of some settings; all combinations in each
+    settings: Settings
+    grids: Sequence[Mapping[str, Sequence[Any]]]
 
     def trials(self) -> list[Settings]:
-        """All settings of the grids."""
+        """Return the settings of all trials of a search."""
         return [
             {**self.settings, **dict(zip(grid, choice, strict=True))}
             for grid in self.grids
@@ -51,7 +57,7 @@ class Method:
         ]
 
     def at_edge(self, settings: Settings) -> list[str]:
-        """Which numbers are the lowest or highest of three or more that were tried."""
+        """Return the names of numbers that are the lowest or highest of three or more tried ones."""
         tried = {name: {trial[name] for trial in self.trials()} for name in self.settings}
         spans = {
             name: values
@@ -63,41 +69,54 @@ class Method:
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """A model, its data, and the methods that train it."""
+    """A model, its data, and the methods that train it.
 
-    source: Path | None  # where the data is
-    bf16: bool = False  # forward passes in autocast
+    Args:
+        source: the file or folder of the data. None: the task's default.
+        bf16: compute forward passes under bfloat16 autocast.
+    """
+
+    source: Path | None
+    bf16: bool = False
     name: ClassVar[str]
     methods: ClassVar[Mapping[str, Method]]
-    shown: ClassVar[Sequence[str]]  # in the table
+    shown: ClassVar[Sequence[str]]  # names of the results in the table, beside the training loss
 
     @property
     def description(self) -> Record:
-        """What results depend on, as JSON knows it."""
+        """The settings of the task that results depend on, as JSON values."""
         fields = {name: value for name, value in asdict(self).items() if name != "source"}
         known: Record = json.loads(json.dumps(fields))
         return known
 
     @abstractmethod
     def load(self, device: torch.device) -> Any:
-        """The data, on the device."""
+        """Load the data to the device."""
 
     @abstractmethod
     def model(self, data: Any) -> nn.Module:
-        """A model with new weights; its outputs ``[..., classes]`` are logits."""
+        """Make a model with new weights; its outputs `[..., classes]` are logits."""
 
     @abstractmethod
     def batches(self, data: Any, generator: torch.Generator) -> Batches:
-        """Batches without end."""
+        """Yield batches of inputs and labels, forever."""
 
     @abstractmethod
     def held_out(self, data: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Inputs and labels by the name of the part: "validation" and "test"."""
+        """Return inputs and labels of the parts "validation" and "test"."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training from new weights to the end of the schedule, and where its result goes."""
+    """One training run, from new weights to the end of the schedule.
+
+    Args:
+        method: the name of the method.
+        settings: settings of the method.
+        seed: of the initial weights and the batches.
+        steps: length of the training and of the schedule.
+        folder: where the result is written.
+    """
 
     method: str
     settings: Settings
@@ -107,12 +126,13 @@ class Run:
 
     @property
     def path(self) -> Path:
+        """The file of the result."""
         words = [self.method, *(f"{name}={value}" for name, value in self.settings.items())]
         return self.folder / "-".join([*words, f"steps={self.steps}", f"seed={self.seed}.json"])
 
 
 def schedule(optimizer: Optimizer, steps: int) -> LambdaLR:
-    """A rising rate in the first 5 % of the steps, then one that falls to almost nothing."""
+    """Return a schedule: a linear warm-up over 5 % of the steps, then a linear decay to zero."""
     warm_up = math.ceil(0.05 * steps)
     rising = [(step + 1) / warm_up for step in range(warm_up)]
     after = max(steps - warm_up, 1)
@@ -121,12 +141,12 @@ def schedule(optimizer: Optimizer, steps: int) -> LambdaLR:
 
 
 def shown(value: float | str) -> str:
-    """A setting, for people to read."""
+    """Return the text of a setting for tables and messages."""
     return value if isinstance(value, str) else f"{value:g}"
 
 
 class Training:
-    """The ordinary loop, and a clock that runs while it does."""
+    """A model in training; `seconds` is the time spent in training steps."""
 
     def __init__(self, task: Task, run: Run, device: str) -> None:
         self.device = torch.device(device)
@@ -142,7 +162,7 @@ class Training:
         self.seconds = 0.0
 
     def advance(self, steps: int) -> Tensor:
-        """Train for so many steps; the mean of their losses."""
+        """Train for `steps` steps and return the mean of their losses."""
         self.model.train()
         total = torch.zeros((), device=self.device)
         started = self._now()
@@ -167,7 +187,7 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """Loss and accuracy on all held-out data."""
+        """Return loss and accuracy on all held-out data."""
         self.model.eval()
         found = {}
         for part, (inputs, labels) in self.task.held_out(self.data).items():
@@ -189,12 +209,15 @@ class Training:
 
 @cache
 def _data(task: Task, device: str) -> Any:
-    """The data of a task, loaded once in a process."""
+    """Return the data of a task; it is loaded once in each process."""
     return task.load(torch.device(device))
 
 
 def perform(task: Task, run: Run, device: str) -> Record:
-    """Train, write what came of it, and return it; a run whose loss is no number ends there."""
+    """Train a model, write the result to the run's file and return it.
+
+    A run ends early, as diverged, when a loss is not finite.
+    """
     machine.forget_peak(torch.device(device))
     training = Training(task, run, device)
     ends = sorted({round(run.steps * point / POINTS) for point in range(POINTS + 1)} - {0})
@@ -231,13 +254,17 @@ def write(path: Path, content: Record) -> None:
 
 
 def finished(task: Task, run: Run) -> Record | None:
-    """What is written of a run, if it is."""
+    """Return the result of a run from its file, or None if there is no file.
+
+    Raises:
+        SystemExit: the file is of a task with other settings.
+    """
     if not run.path.exists():
         return None
     record: Record = json.loads(run.path.read_text())
     if record["task"] != task.description:
         raise SystemExit(
-            f"{run.path} is of another task, {record['task']}, than {task.description}. "
-            "Choose another folder with --out."
+            f"{run.path} belongs to another task: {record['task']} instead of "
+            f"{task.description}. Choose another folder with --out."
         )
     return record

@@ -1,4 +1,4 @@
-"""The comparisons of the examples: every method trains, runs are kept, and the table is theirs."""
+"""The example comparisons: every method trains, finished runs are kept, the table shows them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ import torch
 from torch import nn
 
 FOLDER = Path(__file__).parents[2] / "examples"
-MODULES = ("muon", "training", "timing", "comparison", "fashion_cnn", "shakespeare_gpt")
+MODULES = (
+    *("arguments", "muon", "training", "timing", "methods", "comparison"),
+    *("fashion_cnn", "shakespeare_gpt"),
+)
 TEXT = "to be, or not to be: that is the question.\n" * 60
 CPU = ("--device", "cpu")
 
 
 @pytest.fixture(scope="module")
 def examples() -> Iterator[dict[str, ModuleType]]:
-    """The examples, as Python finds them when one of them is the script."""
+    """Import the modules of the examples from their folder, as a script there would."""
     sys.path.insert(0, str(FOLDER))
     try:
         yield {name: __import__(name) for name in MODULES}
@@ -55,7 +58,7 @@ def gpt(examples: dict[str, ModuleType], tmp_path: Path) -> Any:
 
 @pytest.fixture
 def cnn(examples: dict[str, ModuleType]) -> Any:
-    """Two classes of noise with stripes, which stay what they are when shifted and mirrored."""
+    """Two classes of noise with horizontal or vertical stripes: shifts and mirroring keep the class."""
     module = examples["fashion_cnn"]
 
     class Tiny(module.FashionCNN):  # type: ignore[name-defined, misc]
@@ -97,7 +100,7 @@ def test_every_method_learns(
     assert last < 0.9 * first
     moved = {n for n, p in training.model.named_parameters() if not torch.equal(p, before[n])}
     assert moved == set(before)
-    if isinstance(training.optimizer, examples["fashion_cnn"].LocoProp):
+    if isinstance(training.optimizer, examples["methods"].LocoProp):
         assert "blocks" in training.optimizer.summary()
         assert not any(training.optimizer.skipped_updates.values())
 
@@ -107,7 +110,7 @@ def test_all_sets_of_layers_train_all_parameters(
     kind: str, module: str, examples: dict[str, ModuleType], request: pytest.FixtureRequest
 ) -> None:
     task, method, counts = request.getfixturevalue(kind), "locoprop-s-exact-muon", []
-    for layers in examples[module].LAYERS:
+    for layers in examples[module].MAKE.layers:
         settings = {**task.methods[method].settings, "layers": layers}
         run = run_of(task, method, Path(), examples, settings=settings)
         training = examples["training"].Training(task, run, "cpu")
@@ -116,7 +119,7 @@ def test_all_sets_of_layers_train_all_parameters(
         moved = {n for n, p in training.model.named_parameters() if not torch.equal(p, before[n])}
         assert moved == set(before)
         counts.append(len(training.optimizer.skipped_updates))
-    assert len(set(counts)) == len(counts)  # of layers with local problems
+    assert len(set(counts)) == len(counts)  # the numbers of layers with local problems differ
 
 
 @pytest.mark.parametrize("kind", ["cnn", "gpt"])
@@ -220,7 +223,7 @@ def test_windows_cover_the_text_once(gpt: Any) -> None:
 
 @pytest.fixture
 def main(examples: dict[str, ModuleType], gpt: Any, tmp_path: Path, quick: None) -> Any:
-    """Runs the command line on the tiny task."""
+    """Run the command on the tiny task; return the folder of results."""
 
     def run(*arguments: str) -> Path:
         comparison = examples["comparison"]
@@ -284,7 +287,7 @@ def test_runs_use_the_best_of_the_search(main: Any, capsys: pytest.CaptureFixtur
     assert len(tried) == 10
     assert {run["seed"] for run in tried.values()} == {100}
     best = min(tried.values(), key=lambda run: run["final"]["validation loss"])["settings"]
-    assert "the end of the grid: lr" in capsys.readouterr().out  # after two steps, the largest
+    assert "at the edge of the grid: lr" in capsys.readouterr().out  # after two steps, the largest
     main("--methods", "adamw", "--search-steps", "2", "--seeds", "0")
     (run,) = written(folder / "runs").values()
     assert run["settings"] == best
@@ -351,7 +354,7 @@ def test_counts_below_one_are_refused(
 
 @pytest.fixture
 def no_training(examples: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither here nor in another process."""
+    """Make every attempt to train fail, in this process and in others."""
     monkeypatch.setattr(examples["timing"], "processes", None)
     monkeypatch.setattr(examples["comparison"], "perform", None)
 
@@ -375,7 +378,11 @@ def test_a_device_that_is_not_there_is_said_at_once(
 @pytest.mark.parametrize("phase", [[], ["--search"], ["--time"]])
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "is no text"), (b"\xff", "is no text"), (b"to be", "is too short: .* 5 characters")],
+    [
+        (None, "is not a text file"),
+        (b"\xff", "is not a text file"),
+        (b"to be", "is too short: .* 5 characters"),
+    ],
 )
 def test_a_text_that_cannot_be_used_is_said_at_once(
     examples: dict[str, ModuleType], phase: list[str], content: Any, message: str, tmp_path: Path
