@@ -2,9 +2,9 @@
 
     pip install torch-locoprop accelerate
     python examples/accelerate_classifier.py
-    python examples/accelerate_classifier.py --epochs 20 --resume    # goes on where it ended
+    python examples/accelerate_classifier.py --epochs 20 --resume    # continue the first run
 
-The loop is Accelerate's own. LocoProp takes the model before ``prepare`` wraps it.
+The loop is the usual one of Accelerate. Make LocoProp from the model before `prepare` wraps it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from arguments import framework_parser
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -23,7 +23,7 @@ from torch_locoprop import LocoProp
 
 
 def spirals(count: int = 600, arms: int = 3) -> TensorDataset:
-    """Points on spirals that wind around each other; which of them is the class."""
+    """Return points on intertwined spirals; the label of a point is the number of its spiral."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(count) % arms
     radius = torch.rand(count, generator=generator)
@@ -33,7 +33,7 @@ def spirals(count: int = 600, arms: int = 3) -> TensorDataset:
 
 
 def make() -> tuple[nn.Module, nn.Module, LocoProp]:
-    """A model, its loss, and the optimizer."""
+    """Make the model, its loss function and the optimizer."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)
@@ -64,26 +64,13 @@ def main(arguments: Sequence[str] | None = None) -> nn.Module:
                 opt.zero_grad()
         accelerator.print(f"epoch {epoch + 1:3d}  loss of the last batch {loss.item():.4f}")
         accelerator.save_state(str(options.folder))
-    accelerator.print(opt.optimizer.summary())  # Accelerate has wrapped it
+    accelerator.print(opt.optimizer.summary())  # `opt` is Accelerate's wrapper
     return accelerator.unwrap_model(model)
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A classifier of spirals with Accelerate.")
-    parser.add_argument("--epochs", type=count, default=10)
-    parser.add_argument("--batch-size", type=count, default=100)
-    parser.add_argument("--accumulate", type=count, default=1, help="batches in a step")
-    parser.add_argument("--folder", type=Path, default=Path("runs/accelerate"))
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
+    parser = framework_parser("A classifier of spirals with Accelerate.", "runs/accelerate")
     return parser.parse_args(arguments)
-
-
-def count(text: str) -> int:
-    """A number of one or more, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
 
 
 if __name__ == "__main__":

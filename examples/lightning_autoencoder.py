@@ -2,21 +2,21 @@
 
     pip install torch-locoprop lightning
     python examples/lightning_autoencoder.py
-    python examples/lightning_autoencoder.py --epochs 20 --resume    # goes on where it ended
+    python examples/lightning_autoencoder.py --epochs 20 --resume    # continue the first run
 
-``configure_optimizers`` is the only place that knows of LocoProp. Give it the network, or ``self``.
+Make LocoProp in `configure_optimizers`, from the network or from the module itself (`self`).
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 import torch.nn.functional as F
+from arguments import count, framework_parser
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -26,7 +26,7 @@ from torch_locoprop.study.data.curves import curves
 
 
 class Autoencoder(lightning.LightningModule):
-    """784–200–50–10 and back; the sigmoid of the output is inside the loss."""
+    """An autoencoder with widths 784, 200, 50, 10, 50, 200, 784; its sigmoid is inside the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class Autoencoder(lightning.LightningModule):
     def training_step(self, batch: Sequence[Tensor]) -> Tensor:
         (images,) = batch
         logits = self.network(images)
-        loss = 784 * F.binary_cross_entropy_with_logits(logits, images)  # a sum over pixels
+        # The sum over pixels, averaged over images.
+        loss = 784 * F.binary_cross_entropy_with_logits(logits, images)
         self.log("loss", loss, prog_bar=True)
         return loss
 
@@ -48,7 +49,7 @@ class Autoencoder(lightning.LightningModule):
 
 
 def main(arguments: Sequence[str] | None = None, **trainer: Any) -> Autoencoder:
-    """Train; ``trainer`` are further settings of Lightning's Trainer."""
+    """Train the autoencoder; `trainer` has more settings of Lightning's `Trainer`."""
     options = parsed(arguments)
     checkpoint = options.folder / "last.ckpt"
     if options.resume and not checkpoint.is_file():
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None, **trainer: Any) -> Autoencoder:
         accelerator="cpu",
         max_epochs=options.epochs,
         accumulate_grad_batches=options.accumulate,
-        # With a counter, a new run in the same folder would leave last.ckpt and write last-v1.ckpt.
+        # With a version counter, a second run would keep last.ckpt and write last-v1.ckpt.
         callbacks=[ModelCheckpoint(options.folder, checkpoint.stem, enable_version_counter=False)],
         default_root_dir=options.folder,
         **trainer,
@@ -72,22 +73,9 @@ def main(arguments: Sequence[str] | None = None, **trainer: Any) -> Autoencoder:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A deep autoencoder of curves with Lightning.")
-    parser.add_argument("--epochs", type=count, default=10)
+    parser = framework_parser("A deep autoencoder of curves with Lightning.", "runs/lightning")
     parser.add_argument("--images", type=count, default=1000)
-    parser.add_argument("--batch-size", type=count, default=100)
-    parser.add_argument("--accumulate", type=count, default=1, help="batches in a step")
-    parser.add_argument("--folder", type=Path, default=Path("runs/lightning"))
-    parser.add_argument("--resume", action="store_true", help="go on from the folder's checkpoint")
     return parser.parse_args(arguments)
-
-
-def count(text: str) -> int:
-    """A number of one or more, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     pip install torch-locoprop "transformers[torch]"
     python examples/transformers_language_model.py
-    python examples/transformers_language_model.py --epochs 20 --resume    # goes on where it ended
+    python examples/transformers_language_model.py --epochs 20 --resume    # continue the first run
 
-The Trainer takes the optimizer ready made, by ``optimizers=``, and makes the schedule for it. The model
-is a tiny GPT-2 made from its configuration; nothing is downloaded.
+Pass the optimizer to the Trainer as `optimizers=(opt, None)`; the Trainer makes the schedule. The model
+is a tiny GPT-2 with new weights; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import count, framework_parser
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -23,7 +24,7 @@ from torch_locoprop import LocoProp
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Counting round a clock of eleven hours, from any hour, by one to five at a time."""
+    """Sequences of ten numbers modulo 11, from a random start with a random step of 1 to 5."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -39,15 +40,15 @@ class Counting(Dataset[dict[str, torch.Tensor]]):
 
 
 def make() -> tuple[GPT2LMHeadModel, LocoProp]:
-    """The model and its optimizer."""
+    """Make the model and its optimizer."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=11, n_positions=10, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
-        activation_function="relu",  # gelu has no matching loss: its layers get LocoProp-S
+        activation_function="relu",  # GELU has no matching loss: its layers would use LocoProp-S
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, tie_word_embeddings=False,
     )  # fmt: skip
     model = GPT2LMHeadModel(config)
-    opt = LocoProp(  # the loss is computed in the model, so the softmax inside it is found
+    opt = LocoProp(  # the model computes the loss, so LocoProp detects the softmax inside it
         model,
         lr=3e-4,
         momentum=0.9,
@@ -57,7 +58,7 @@ def make() -> tuple[GPT2LMHeadModel, LocoProp]:
 
 
 def main(arguments: Sequence[str] | None = None, **settings: Any) -> Trainer:
-    """Train; ``settings`` are further ones of TrainingArguments."""
+    """Train the model; `settings` has more settings of `TrainingArguments`."""
     options = parsed(arguments)
     checkpoint = newest(options.folder) if options.resume else None
     model, opt = make()
@@ -85,7 +86,10 @@ def main(arguments: Sequence[str] | None = None, **settings: Any) -> Trainer:
 
 
 def newest(folder: Path) -> str:
-    """The checkpoint written last; one with a higher number may be of an earlier, longer run."""
+    """Return the checkpoint that was written last.
+
+    A checkpoint with a higher number may belong to an earlier, longer run.
+    """
     states = list(folder.glob("checkpoint-*/trainer_state.json"))
     if not states:
         raise SystemExit(f"No checkpoint in {folder}. Run this without --resume first.")
@@ -93,22 +97,10 @@ def newest(folder: Path) -> str:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A tiny GPT-2 that learns to count.")
-    parser.add_argument("--epochs", type=count, default=10)
+    parser = framework_parser("A tiny GPT-2 that learns to count.", "runs/transformers")
     parser.add_argument("--sentences", type=count, default=400)
-    parser.add_argument("--batch-size", type=count, default=40)
-    parser.add_argument("--accumulate", type=count, default=1, help="batches in a step")
-    parser.add_argument("--folder", type=Path, default=Path("runs/transformers"))
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.set_defaults(batch_size=40)
     return parser.parse_args(arguments)
-
-
-def count(text: str) -> int:
-    """A number of one or more, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The examples are the documentation of each framework, and what its tests run."""
+"""Fixtures that load the framework examples: the tests run the scripts that users read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ FOLDER = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture
-def example() -> Callable[[str], ModuleType]:
-    """Loads an example by its name, anew each time."""
+def example(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """A function that loads an example by name, as a new module each time."""
+    monkeypatch.syspath_prepend(FOLDER)  # examples import modules of their folder
 
     def load(name: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
@@ -38,6 +39,6 @@ def example() -> Callable[[str], ModuleType]:
 def apply(
     request: pytest.FixtureRequest, module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Runs the example as it is, and with its local solutions as gradients for AdamW."""
+    """Run the example unchanged, and with `apply="gradient"` and AdamW as the outer optimizer."""
     if request.param == "gradient":
         monkeypatch.setattr(module, "LocoProp", UNDER_ADAMW)

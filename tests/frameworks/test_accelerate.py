@@ -1,4 +1,4 @@
-"""Accelerate runs LocoProp unmodified: the plain loop's weights, accumulation, and resuming."""
+"""LocoProp under Accelerate: equal to the plain loop, with accumulation and resuming."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def module(example: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture
 def main(module: ModuleType) -> Main:
-    """Runs the example; the weights it ends with."""
+    """Run the example and return the final weights."""
 
     def run(folder: Path, *arguments: Any) -> list[Tensor]:
         AcceleratorState._reset_state(True)
@@ -80,7 +80,7 @@ def test_a_resumed_run_is_bit_identical(main: Main, tmp_path: Path, accumulate: 
 
 
 def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> None:
-    """Not from a longer one that was in the folder before."""
+    """A longer, older run in the same folder must not be resumed."""
     straight = main(tmp_path / "straight", "--epochs", 3)
     main(tmp_path / "used", "--epochs", 4, "--batch-size", 50)
     main(tmp_path / "used", "--epochs", 2)

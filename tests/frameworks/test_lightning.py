@@ -1,4 +1,4 @@
-"""Lightning runs LocoProp unmodified: the plain loop's weights, accumulation, and resuming."""
+"""LocoProp under Lightning: equal to the plain loop, with accumulation and resuming."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def module(example: Callable[[str], ModuleType]) -> ModuleType:
 
 @pytest.fixture
 def main(module: ModuleType, tmp_path: Path) -> Main:
-    """Runs the example on 64 images in float64; the weights it ends with."""
+    """Run the example on 64 images, by default in float64, and return the final weights."""
 
     def run(*arguments: Any, precision: str = "64-true", **trainer: Any) -> list[Tensor]:
         given = [str(a) for a in ("--images", 64, "--folder", tmp_path, *arguments)]
@@ -50,7 +50,7 @@ def main(module: ModuleType, tmp_path: Path) -> Main:
 
 
 def plain(module: ModuleType, epochs: int, clip: float | None = None) -> list[Tensor]:
-    """The same training as a loop of one's own."""
+    """Train the example's model in a plain PyTorch loop and return the final weights."""
     torch.manual_seed(0)
     model = module.Autoencoder().double()
     [opt], [schedule] = model.configure_optimizers()
@@ -87,7 +87,7 @@ def test_accumulated_batches_are_one_large_batch(main: Main) -> None:
 @pytest.mark.usefixtures("apply")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: Path) -> None:
-    """In float32: Lightning restores weights before it makes them float64, with any optimizer."""
+    """Uses float32: under "64-true", Lightning rounds restored weights, with any optimizer."""
     own = partial(main, "--batch-size", 16, "--accumulate", accumulate, precision="32-true")
     straight = own("--epochs", 4, "--folder", tmp_path / "straight")
     half = own("--epochs", 2)
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: P
 
 
 def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> None:
-    """Not from a longer one that was in the folder before."""
+    """A longer, older run in the same folder must not be resumed."""
     own = partial(main, "--batch-size", 16, precision="32-true")
     straight = own("--epochs", 3, "--folder", tmp_path / "straight")
     (tmp_path / "mine.ckpt").write_text("kept")
@@ -109,7 +109,7 @@ def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> Non
 def test_the_module_itself_may_be_the_model(
     module: ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """Lightning calls ``training_step``, never the module: its parts are hooked all the same."""
+    """Lightning calls `training_step` and never the module itself; the layers are still recorded."""
     expected = main("--epochs", 2, "--batch-size", 16)
 
     def configure_optimizers(self: Any) -> LocoProp:

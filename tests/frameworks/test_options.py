@@ -1,4 +1,4 @@
-"""What the examples refuse at once, in words."""
+"""Invalid options of the framework examples end with a message, before any training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer runs LocoProp unmodified: the plain loop's weights, accumulation, resuming."""
+"""LocoProp under Hugging Face's Trainer: equal to the plain loop, with accumulation and resuming."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def module(example: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def main(module: ModuleType, tmp_path: Path) -> Main:
-    """Runs the example on 80 sentences; the trainer."""
+    """Run the example on 80 sentences and return the trainer."""
 
     def run(*arguments: Any, **settings: Any) -> Any:
         given = [str(a) for a in ("--sentences", 80, "--folder", tmp_path, *arguments)]
@@ -52,7 +52,7 @@ def main(module: ModuleType, tmp_path: Path) -> Main:
 def test_the_same_weights_as_the_plain_loop(
     module: ModuleType, main: Main, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loop over the batches that the Trainer drew, with its clipping and its warm-up."""
+    """The plain loop uses the Trainer's batches, gradient clipping and warm-up."""
     batches: list[dict[str, Tensor]] = []
     make = module.make
 
@@ -96,7 +96,7 @@ def test_a_resumed_run_is_bit_identical(main: Main, accumulate: int, tmp_path: P
 
 
 def test_resuming_goes_on_from_the_latest_run(main: Main, tmp_path: Path) -> None:
-    """Not from a longer one that was in the folder before, which stays there."""
+    """A longer, older run in the same folder must not be resumed, and is not deleted."""
     straight = main("--epochs", 3, "--batch-size", 20, "--folder", tmp_path / "straight")
     main("--epochs", 4, "--batch-size", 10)
     main("--epochs", 2, "--batch-size", 20)
@@ -116,7 +116,7 @@ def test_gradient_checkpointing_changes_nothing(main: Main) -> None:
 def test_the_loss_falls_and_every_layer_is_served(
     main: Main, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The softmax is found by itself: the loss is computed inside the model."""
+    """The softmax is detected automatically, because the model computes the loss."""
     trainer = main("--epochs", 8, "--batch-size", 20)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
@@ -144,7 +144,7 @@ SIZES = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_as_they_are_configured_by_default(name: str) -> None:
-    """Tied heads, gelu, dropout: whatever there is, all parameters move, and one step is BackProp."""
+    """Default models have tied heads, GELU or dropout: one local step with SGD equals BackProp."""
     cls = getattr(transformers, name)
     torch.manual_seed(0)
     model = cls(cls.config_class(**SIZES, **MODELS[name])).double()
