@@ -1,0 +1,322 @@
+"""The updates of Muon, SOAP, K-FAC, Shampoo and exact-s-muon for K members at a time.
+
+Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, inputs
+``[K, rows, n]``, settings ``[K]``. Each update repeats, member by member, the arithmetic of the
+optimizer that the study builds for the method (`torch_locoprop.study.methods`); the tests compare the
+two. The training loop is in `benchmarks.matrix_population`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.factorisations import eigenbasis, in_threads, inverse, inverse_fourth_root, q
+from torch_locoprop.baselines.kfac import EARLY, damped_factors
+from torch_locoprop.paper.fisher import damped, second_moment
+from torch_locoprop.study.training.machine import matmul_precision
+
+Tensors = dict[str, Tensor]
+
+NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
+"""Muon's coefficients, as in `torch.optim.Muon`."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """One step's forward and backward pass, layer by layer."""
+
+    inputs: list[Tensor]  # [K, rows, n]
+    gradients: list[Tensors]  # of the mean loss: weight [K, d, n], bias [K, d]
+    sampled: Callable[[int], list[Tensor]]
+    """From a seed to the gradients of pre-activations ``[K, rows, d]`` for sampled labels."""
+
+
+class Update:
+    """The settings and the optimizer states of all members; subclasses define `move`.
+
+    Args:
+        numbers: the settings that are numbers, ``[K]`` each, `weight_decay` included.
+        every: the number of steps between factorisations.
+        layers: the number of layers.
+    """
+
+    def __init__(self, numbers: Tensors, every: int, layers: int) -> None:
+        self.numbers, self.every = numbers, every
+        self.states: list[Tensors] = [{} for _ in range(layers)]
+        self.steps = 0
+        self.lr = numbers["lr"]
+
+    def step(self, layers: list[Tensors], passes: Passes, rate: float) -> None:
+        """Move all weights and biases at `rate` times each member's learning rate."""
+        self.lr = self.numbers["lr"] * rate
+        self.prepare(passes)
+        for layer, state, gradients in zip(layers, self.states, passes.gradients, strict=True):
+            self.move(layer, state, gradients)
+        self.steps += 1
+
+    def prepare(self, passes: Passes) -> None:
+        """Update what `move` needs of all layers."""
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        """Move one layer's weight and bias, and its state."""
+        raise NotImplementedError
+
+    def keep(self, index: Tensor) -> None:
+        """Continue with these members alone."""
+        self.numbers = {name: number[index] for name, number in self.numbers.items()}
+        self.states = [{name: t[index] for name, t in state.items()} for state in self.states]
+
+    def shrink(self, weight: Tensor) -> None:
+        """Apply the decoupled weight decay."""
+        weight.mul_(along(1 - self.lr * self.numbers["weight_decay"], weight))
+
+
+class Muon(Update):
+    """`torch.optim.Muon` for weights, at the scale of AdamW's steps, and Adam for biases."""
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        weight, gradient = layer["weight"], gradients["weight"]
+        momentum = along(self.numbers["momentum"], gradient)
+        buffer = state.setdefault("momentum", torch.zeros_like(gradient))
+        buffer.lerp_(gradient, 1 - momentum)
+        found = orthogonalised(torch.lerp(gradient, buffer, momentum))
+        self.shrink(weight)
+        weight.sub_(along(0.2 * max(weight.shape[1:]) ** 0.5 * self.lr, weight) * found)
+        self._move_bias(layer["bias"], state, gradients["bias"])
+
+    def _move_bias(self, bias: Tensor, state: Tensors, gradient: Tensor) -> None:
+        """TensorFlow's Adam at its default averages (`torch_locoprop.baselines.Adam`)."""
+        first = state.setdefault("bias_average", torch.zeros_like(bias))
+        second = state.setdefault("bias_square", torch.zeros_like(bias))
+        first.lerp_(gradient, 0.1)
+        second.lerp_(gradient.square(), 0.001)
+        t = self.steps + 1
+        correction = (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
+        bias.sub_(along(self.lr, bias) * correction * first / (second.sqrt() + 1e-8))
+
+
+class ExactSMuon(Muon):
+    """Muon on ``[G_W G_b] (C + λ mean(diag C) I)⁻¹``, C a running average of ``[X 1]ᵀ[X 1]/rows``."""
+
+    def prepare(self, passes: Passes) -> None:
+        with matmul_precision("fp32"):
+            for state, x in zip(self.states, passes.inputs, strict=True):
+                square = second_moment(with_ones(x))
+                old = state.get("gram", square)
+                state["gram"] = torch.lerp(square, old, along(self.numbers["decay"], old))
+            if self.steps % self.every == 0:
+                damping = along(self.numbers["damping"], self.states[0]["gram"])
+                systems = [(damped(state["gram"], damping),) for state in self.states]
+                for state, found in zip(self.states, in_threads(inverse, systems), strict=True):
+                    state["inverse"] = torch.where(
+                        all_finite(found), found, state.get("inverse", found)
+                    )
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        joint = torch.cat([gradients["weight"], gradients["bias"].unsqueeze(-1)], -1)
+        with matmul_precision("fp32"):
+            direction = joint @ state["inverse"]
+        # As LocoProp does with a solution that is not finite: the ordinary gradient replaces it.
+        direction = torch.where(all_finite(direction), direction, torch.nan_to_num(joint))
+        directions = {"weight": direction[..., :-1].contiguous(), "bias": direction[..., -1]}
+        super().move(layer, state, directions)
+
+
+class Soap(Update):
+    """SOAP as in `pytorch_optimizer`: Adam in the eigenbases of Shampoo's statistics.
+
+    The first step collects statistics and moves nothing. Biases have no basis.
+    """
+
+    def step(self, layers: list[Tensors], passes: Passes, rate: float) -> None:
+        if self.steps > 0:
+            super().step(layers, passes, rate)
+        else:
+            self.steps = 1
+        for state, gradients in zip(self.states, passes.gradients, strict=True):
+            for side, outer in outer_products(gradients["weight"]).items():
+                old = state.get(side, torch.zeros_like(outer))
+                state[side] = torch.lerp(outer, old, along(self.numbers["decay"], old))
+        if self.steps == 1:
+            self._renew([state[side] for state in self.states for side in SIDES], eigenbasis)
+        elif (self.steps - 1) % self.every == 0:
+            self._renew([self._sorted(state, side) for state in self.states for side in SIDES], q)
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        t = self.steps
+        first, second = (1 - self.numbers[name] ** t for name in ("momentum", "decay"))
+        rate = self.lr * second.sqrt() / first
+        weight, gradient = layer["weight"], gradients["weight"]
+        left, right = state["left_basis"], state["right_basis"]
+        average, square = self._moments(state, "weight", gradient, left.mT @ gradient @ right)
+        step = (left.mT @ average @ right) / (square.sqrt() + along(self.numbers["eps"], square))
+        weight.sub_(along(rate, weight) * (left @ step @ right.mT))
+        self.shrink(weight)
+        bias, gradient = layer["bias"], gradients["bias"]
+        average, square = self._moments(state, "bias", gradient, gradient)
+        step = average / (square.sqrt() + along(self.numbers["eps"], square))
+        bias.sub_(along(rate, bias) * step)
+
+    def _moments(
+        self, state: Tensors, name: str, gradient: Tensor, projected: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The average of the gradient, and that of its squares in the eigenbases."""
+        for kind, new, decay in (
+            ("average", gradient, self.numbers["momentum"]),
+            ("square", projected.square(), self.numbers["decay"]),
+        ):
+            old = state.setdefault(f"{name}_{kind}", torch.zeros_like(new))
+            old.lerp_(new, 1 - along(decay, new))
+        return state[f"{name}_average"], state[f"{name}_square"]
+
+    def _sorted(self, state: Tensors, side: str) -> Tensor:
+        """One power iteration of a basis, its columns and the squares sorted by eigenvalue."""
+        product = state[side] @ state[f"{side}_basis"]
+        order = (state[f"{side}_basis"] * product).sum(-2).argsort(-1, descending=True)
+        across, along_rows = order.unsqueeze(-2), order.unsqueeze(-1)
+        state["weight_square"] = torch.take_along_dim(
+            state["weight_square"], *((along_rows, -2) if side == "left" else (across, -1))
+        )
+        return torch.take_along_dim(product, across, -1)
+
+    def _renew(self, matrices: list[Tensor], function: Callable[..., Tensor]) -> None:
+        bases = iter(in_threads(function, [(matrix,) for matrix in matrices]))
+        for state in self.states:
+            for side in SIDES:
+                state[f"{side}_basis"] = next(bases)
+
+
+class Shampoo(Update):
+    """`torch_locoprop.baselines.Shampoo` with the length of RMSProp's step."""
+
+    def prepare(self, passes: Passes) -> None:
+        t, decay = self.steps + 1, self.numbers["decay"].double()
+        # The average that Adam's correction makes of one that starts at zero.
+        self._decay = (decay * (1 - decay ** (t - 1)) / (1 - decay**t)).to(self.lr.dtype)
+        for state, gradients in zip(self.states, passes.gradients, strict=True):
+            for side, outer in outer_products(gradients["weight"]).items():
+                self._average(state, side, outer)
+        if self.steps % self.every == 0:
+            eps = self.numbers["eps"].unsqueeze(-1)
+            matrices = [(state[side], eps) for state in self.states for side in SIDES]
+            roots = iter(in_threads(inverse_fourth_root, matrices))
+            for state in self.states:
+                for side in SIDES:
+                    state[f"{side}_root"] = next(roots)
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        self.shrink(layer["weight"])
+        for name, gradient in gradients.items():
+            square = self._average(state, f"{name}_square", gradient.square())
+            direction = gradient / (square.sqrt() + along(self.numbers["eps"], square))
+            if name == "weight":
+                own = state["left_root"] @ gradient @ state["right_root"]
+                scale = length(direction) / length(own).clamp_min(torch.finfo(own.dtype).tiny)
+                direction = scale * own
+            moving = state.setdefault(f"{name}_momentum", torch.zeros_like(gradient))
+            moving.mul_(along(self.numbers["momentum"], gradient)).add_(direction)
+            layer[name].sub_(along(self.lr, gradient) * moving)
+
+    def _average(self, state: Tensors, name: str, new: Tensor) -> Tensor:
+        state[name] = torch.lerp(new, state.get(name, new), along(self._decay, new))
+        return state[name]
+
+
+class KFac(Update):
+    """`torch_locoprop.baselines.KFAC`; `clip` bounds the step of all layers of a member together."""
+
+    def prepare(self, passes: Passes) -> None:
+        # A running average that begins as the plain mean.
+        decay = self.numbers["decay"].clamp_max(1 - 1 / (self.steps + 1))
+        sampled = passes.sampled(1000 * self.steps)
+        for state, x, g in zip(self.states, passes.inputs, sampled, strict=True):
+            for name, rows in (("inputs", with_ones(x)), ("gradients", g)):
+                new = second_moment(rows)
+                state[name] = torch.lerp(new, state.get(name, new), along(decay, new))
+        if self.steps < EARLY or self.steps % self.every == 0:
+            self._renew()
+        self._directions, products = [], []
+        for state, gradients in zip(self.states, passes.gradients, strict=True):
+            joint = torch.cat([gradients["weight"], gradients["bias"].unsqueeze(-1)], -1)
+            found = state["inverse_gradients"] @ joint @ state["inverse_inputs"]
+            self._directions.append(found)
+            products.append((found * joint).sum((-2, -1)))
+        norm = torch.stack(products).sum(0)
+        self._scale = (self.numbers["clip"] / (self.lr**2 * norm)).sqrt().clamp_max(1.0)
+        self._directions.reverse()  # `move` takes them from the end
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        direction = self._directions.pop()
+        direction = direction * along(self._scale, direction)
+        moving = state.setdefault("momentum", torch.zeros_like(direction))
+        moving.mul_(along(self.numbers["momentum"], moving)).add_(direction)
+        self.shrink(layer["weight"])
+        change = along(self.lr, moving) * moving
+        layer["weight"].sub_(change[..., :-1])
+        layer["bias"].sub_(change[..., -1])
+
+    def _renew(self) -> None:
+        damping = along(self.numbers["damping"], self.states[0]["inputs"])
+        factors = [
+            (factor,)
+            for state in self.states
+            for factor in damped_factors(state["inputs"], state["gradients"], damping)
+        ]
+        inverses = iter(in_threads(inverse, factors))
+        for state in self.states:
+            state["inverse_inputs"], state["inverse_gradients"] = next(inverses), next(inverses)
+
+
+UPDATES: dict[str, type[Update]] = {
+    "muon": Muon,
+    "exact-s-muon": ExactSMuon,
+    "soap": Soap,
+    "shampoo": Shampoo,
+    "kfac": KFac,
+}
+"""The update of each method, by its name without `@k`."""
+
+SIDES = ("left", "right")
+
+
+def along(number: Tensor, like: Tensor) -> Tensor:
+    """Reshape ``[K]`` numbers to multiply a tensor ``[K, ...]``."""
+    return number.reshape(-1, *([1] * (like.dim() - 1)))
+
+
+def length(tensor: Tensor) -> Tensor:
+    """Return the Frobenius norm of each member's matrix, ``[K, 1, 1]``."""
+    return torch.linalg.vector_norm(tensor, dim=(-2, -1), keepdim=True)
+
+
+def all_finite(tensor: Tensor) -> Tensor:
+    """Return for each member whether all its entries are finite, ``[K, 1, 1]``."""
+    return tensor.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
+
+
+def with_ones(x: Tensor) -> Tensor:
+    """Append the constant input of the bias: ``[K, rows, n] -> [K, rows, n + 1]``."""
+    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
+
+
+def outer_products(gradient: Tensor) -> Tensors:
+    """Return ``G Gᵀ`` and ``Gᵀ G``."""
+    return {"left": gradient @ gradient.mT, "right": gradient.mT @ gradient}
+
+
+def orthogonalised(update: Tensor) -> Tensor:
+    """Return Muon's approximate polar factor: five quintic Newton–Schulz iterations in bfloat16."""
+    a, b, c = NEWTON_SCHULZ
+    tall = update.shape[-2] > update.shape[-1]
+    found = update.bfloat16()
+    found = found.mT if tall else found
+    found = found / length(found).clamp(min=1e-7)
+    for _ in range(5):
+        gram = found @ found.mT
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        found = torch.baddbmm(found, polynomial, found, beta=a)
+    return found.mT if tall else found
