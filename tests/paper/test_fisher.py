@@ -16,7 +16,7 @@ from torch_locoprop.paper.targets import NaturalGradient
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])
 def test_sampled_gradients_have_the_fisher_of_the_predictive_distribution(name: str) -> None:
-    """Their second moment is F's Hessian: y(1−y), diag(y) − yyᵀ, and I."""
+    """Eq. 12: the second moment of sampled gradients is ∇²F: y(1−y), diag(y) − yyᵀ, and I."""
     transfer = transfers.get(name)
     a = torch.tensor([0.3, -1.0, 0.8], dtype=torch.float64)
     rows = a.expand(200_000, 3)
@@ -37,7 +37,7 @@ def test_sampling_does_not_touch_gradients_and_is_undone_by_no_grad() -> None:
 
 
 def test_running_fisher_and_refresh() -> None:
-    """Sampled in steps 0 and 2 only, averaged with weight ½."""
+    """The Fisher matrix is sampled in steps 0 and 2 only and averaged with weight ½."""
     model = network()
     variant = Variant("natural", NaturalGradient(decay=0.5, every=2), Squared())
     opt = LocoProp(model, lr=1e-4, variant=variant, output_transfer="sigmoid")
@@ -56,7 +56,7 @@ def test_running_fisher_and_refresh() -> None:
 
 
 def test_one_iteration_is_the_preconditioned_gradient() -> None:
-    """``W − ηγ D⁻¹ G``, weight and bias alike."""
+    """Weight and bias become ``W − ηγ D⁻¹ G``, with D from the recorded samples."""
     model = network()
     opt = LocoProp(
         model, lr=0.1, gamma=2.0, variant="natural-s", solver="sgd", local_steps=1,
@@ -81,7 +81,7 @@ def test_one_iteration_is_the_preconditioned_gradient() -> None:
 
 
 def fisher_pieces(model: nn.Sequential, opt: LocoProp, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense damped factors D and A of the first layer and its joint gradient."""
+    """Return the first layer's dense damped factors D and A, and its joint gradient ``[W b]``."""
     g = opt._layers[0].sampled()
     rows = torch.cat([x, torch.ones(len(x), 1).double()], 1)
     factors = []
@@ -111,7 +111,7 @@ def test_fisher_regularizer_takes_a_natural_gradient_step_first() -> None:
 
 
 def test_fisher_regularized_iterations_converge_to_the_minimiser() -> None:
-    """Squared loss: ``Δ C + D Δ A / η = −γ G``, by a dense solve."""
+    """With the squared loss, Δ solves ``Δ C + D Δ A / η = −γ G``, here by a dense solve."""
     gamma = 2.0
     model = network()
     opt = LocoProp(
@@ -179,7 +179,7 @@ def test_a_frozen_model_draws_nothing() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rare_labels_are_drawn_as_rarely_in_half_precision(dtype: torch.dtype) -> None:
-    """Random numbers of bfloat16 are multiples of 1/256: one in so many is below any probability."""
+    """Random numbers of bfloat16 are multiples of 1/256, too coarse for a probability of 0.0009."""
     a = torch.full((200_000, 1), -7.0, dtype=dtype)
     generator = torch.Generator().manual_seed(0)
     found = sampled_output_gradient(transfers.get("sigmoid"), a, generator)
