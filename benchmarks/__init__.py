@@ -1,8 +1,15 @@
-"""Benchmarks: what a step costs beside its arithmetic and beside other optimizers, and how that grows.
+"""Benchmarks of LocoProp: time and memory of a step, on a CPU and on a GPU.
 
-    python -m benchmarks.steps      one training step: ours, others', and the matrix products alone
-    python -m benchmarks.growth     LocoProp's step against batch, width, depth and T
-    python -m benchmarks.steady     whether step 300 is as fast, and the process as small, as step 1
+    python -m benchmarks.steps         one training step of LocoProp, of other optimizers, and of the
+                                       matrix products alone
+    python -m benchmarks.growth        LocoProp's step over batch size, width, depth and T
+    python -m benchmarks.steady        is step 300 as fast as step 1, and does memory stay constant?
+    python -m benchmarks.population    one step of many models that train together
+    python -m benchmarks.kernels       the Triton kernels of a local iteration alone
+    python -m benchmarks.parts         the Triton kernels with other tile sizes
+    python -m benchmarks.timeline      when each kernel of a step runs on the GPU
+    python -m benchmarks.rounding      the loss of LocoProp-S with products in TF32
+    python -m benchmarks.fingerprints  are the results of two versions bit-identical?
 
-`results/` has what they gave. `results_table.py` makes tables of whole training runs.
+`results/` contains measurements. `results_table.py` makes tables of whole training runs.
 """

@@ -1,4 +1,4 @@
-"""Whose step is timed: how each is made ready for a model and a batch."""
+"""The methods whose training step is timed, each with its preparation for a model and a batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,14 @@ Do = Callable[[], object]
 
 @dataclass(frozen=True)
 class Task:
-    """A model of the study, a batch of images that are noise, and T."""
+    """What is timed: a model of the study on random images.
+
+    Args:
+        model: name or widths of the autoencoder, as `architectures.sizes_of` takes it.
+        batch: number of images.
+        T: local iterations of LocoProp.
+        device: `cpu` or `cuda`.
+    """
 
     model: str
     batch: int = 1000
@@ -34,6 +41,7 @@ class Task:
 
     @property
     def layers(self) -> list[tuple[int, int]]:
+        """The numbers of inputs and outputs of every layer."""
         encoder = architectures.sizes_of(self.model)
         return list(pairwise((*encoder, *encoder[-2::-1])))
 
@@ -46,11 +54,18 @@ class Task:
 
 @dataclass(frozen=True)
 class Ready:
-    """A step in its parts; `gradients` is None where the whole step is one call."""
+    """A training step that is ready to be timed.
+
+    Args:
+        update: the optimizer's part of the step, or the whole step.
+        gradients: forward and backward pass; None if `update` is the whole step.
+        optimizer: the optimizer, if it is a `torch.optim.Optimizer`.
+        model: the model of that optimizer.
+        images: the images it trains on.
+    """
 
     update: Do
     gradients: Do | None = None
-    # If it is one of torch's kind, with the model and its images.
     optimizer: Optimizer | None = None
     model: nn.Module | None = None
     images: Tensor | None = None
@@ -67,13 +82,22 @@ Flop = Callable[[work.Layers, int, int], int]
 
 @dataclass(frozen=True)
 class Contestant:
-    """A row of the table."""
+    """A row of the table.
+
+    Args:
+        name: name in the table.
+        prepare: makes the step for a task, its model and its images.
+        flop: operations of the matrix products of a step, from layers, batch and T; None: unknown.
+        cycle: the method repeats expensive work, such as inverses, every `cycle` steps.
+        warm_up: steps before the first timed one.
+        gpu_only: the row makes sense on a GPU only.
+    """
 
     name: str
     prepare: Prepare
-    flop: Flop | None = None  # what the products of one step come to; None: not told by the method
-    cycle: int = 1  # steps from one renewal of what is kept to the next
-    warm_up: int = 3  # steps before the first that counts
+    flop: Flop | None = None
+    cycle: int = 1
+    warm_up: int = 3
     gpu_only: bool = False
 
 
@@ -86,7 +110,7 @@ def _products(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
 
 
 def _with(make: Callable[[Task, nn.Module], Optimizer]) -> Prepare:
-    """The ordinary loop around an optimizer."""
+    """Return the preparation of a plain training loop with the optimizer that `make` returns."""
 
     def prepare(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
         optimizer = make(task, model)
@@ -101,7 +125,7 @@ def _with(make: Callable[[Task, nn.Module], Optimizer]) -> Prepare:
 
 
 def _method(name: str, **more: Any) -> Prepare:
-    """One of the study's methods, with its own settings."""
+    """Return the preparation of a method of the study; `more` overrides its settings."""
 
     def make(task: Task, model: nn.Module) -> Optimizer:
         method = methods.get(name)
@@ -115,7 +139,7 @@ def _method(name: str, **more: Any) -> Prepare:
 def _adamw(task: Task, model: nn.Module) -> Optimizer:
     gpu = task.device == "cuda"
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True, capturable=gpu)
-    optimizer.capturable = gpu  # type: ignore[attr-defined]  # what the study's step asks for
+    optimizer.capturable = gpu  # type: ignore[attr-defined]  # read by TrainingStep
     return optimizer
 
 
@@ -128,11 +152,14 @@ def _per_layer(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
 
 
 def _pypi(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
-    """PyPI's locoprop, with its own settings but T; it has a trainer instead of an optimizer."""
+    """Prepare the package `locoprop` of PyPI: its default settings, but T of the task.
+
+    The package has a trainer instead of an optimizer.
+    """
     try:
         package = import_module("locoprop")
     except ImportError:
-        raise ImportError("Install it with: pip install locoprop==0.1.0.") from None
+        raise ImportError("Install it with pip install locoprop==0.1.0.") from None
     *inner, last = stages(model)
     layers = [package.LocoLayer(stage.linear, stage.local) for stage in inner]
     layers.append(package.LocoLayer(last.linear, last.local, implicit=True))
@@ -143,7 +170,7 @@ def _pypi(task: Task, model: nn.Sequential, images: Tensor) -> Ready:
 
 
 FLOOR, BACKPROP = "products", "sgd"
-"""Whose times all others are ratios to."""
+"""The rows that the ratios of the table refer to: matrix products alone, and BackProp."""
 
 CONTESTANTS = {
     FLOOR: Contestant("matrix products alone", _products, work.locoprop_flop),
@@ -173,7 +200,7 @@ CONTESTANTS = {
 
 
 def get(key: str) -> Contestant:
-    """Return one of those above, or any other method of the study."""
+    """Return the row of that key in `CONTESTANTS`, or of any other method of the study."""
     if key in CONTESTANTS:
         return CONTESTANTS[key]
     every = methods.get(key).settings.get("every", 1)

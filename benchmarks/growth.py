@@ -1,12 +1,12 @@
-"""Measure how time and memory of LocoProp's step grow with batch, width, depth and T.
+"""Measure how time and memory of LocoProp's step grow with batch size, width, depth and T.
 
     python -m benchmarks.growth --quick                                   # small, on a CPU
     python -m benchmarks.growth --device cuda --precision tf32 --out growth-h200.json
-    python -m benchmarks.growth --show growth-h200.json --figure growth-h200.png     # the figure alone
+    python -m benchmarks.growth --show growth-h200.json --figure growth-h200.png     # no measurement
 
-One of the four is varied at a time around a base; every layer is `width × width`. What is drawn is the
-cost beyond BackProp's of the same model, beside the formulas of the paper's Table 1, each scaled to
-meet the measurement at the base:
+One of the four is varied at a time, the others stay at the base size. Every layer is `width × width`.
+The figure shows the cost of LocoProp minus the cost of BackProp for the same model, and the formulas of
+the paper's Table 1, each scaled to equal the measurement at the base size:
 
     time  Σ b·T·d₁·d₂        memory  Σ d₁·d₂ + b·(d₁ + d₂)
 """
@@ -16,13 +16,13 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import growth_figure
 from benchmarks.growth_figure import METHODS
+from benchmarks.options import add_options
 from benchmarks.step_table import display, write
 from torch_locoprop.study.figures import costs
 from torch_locoprop.study.training.config import RunConfig
@@ -31,7 +31,7 @@ from torch_locoprop.study.training.machine import environment
 
 @dataclass(frozen=True)
 class Size:
-    """Of a model, its batch and its local problems."""
+    """The size of a measurement: batch size, width, number of layers, and local iterations T."""
 
     batch: int = 1000
     width: int = 1000
@@ -39,7 +39,7 @@ class Size:
     T: int = 10
 
     def config(self, method: str, device: str, precision: str) -> RunConfig:
-        """Return a step of the method at this size: an autoencoder whose layers are all alike."""
+        """Return the configuration of a method at this size: an autoencoder with equal layers."""
         model = "-".join([str(self.width)] * (self.depth // 2 + 1))
         return RunConfig(
             method,
@@ -65,23 +65,32 @@ QUICK = {
     "T": (1, 2, 5, 10, 20, 50),
 }
 STEPS = costs.WARM_UP + costs.LEAST_STEPS + costs.STEPS_FOR_MEMORY
-"""How many a measurement takes at the least."""
+"""The least number of steps that a measurement takes."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A method's cost at one size: measured, and by Table 1 in numbers kept and in multiply-adds."""
+    """The cost of a method at one size.
+
+    Args:
+        method: the method's name in the study.
+        size: the size.
+        step_ms: measured milliseconds of a step; None if the measurement would have taken too long.
+        peak_mib: measured peak memory.
+        operations: multiply-adds of a step by Table 1.
+        numbers: stored numbers by Table 1.
+    """
 
     method: str
     size: Size
-    step_ms: float | None  # None: left out, as it would have taken too long
+    step_ms: float | None
     peak_mib: float | None
     operations: float
     numbers: float
 
 
 def sizes(base: Size, ranges: dict[str, tuple[int, ...]]) -> list[Size]:
-    """Return the base and every size that differs from it in one thing."""
+    """Return the base and all sizes of the ranges, each with one value changed."""
     varied = [replace(base, **{name: value}) for name in ranges for value in ranges[name]]
     return list(dict.fromkeys([base, *varied]))
 
@@ -89,9 +98,13 @@ def sizes(base: Size, ranges: dict[str, tuple[int, ...]]) -> list[Size]:
 def measured(
     base: Size, ranges: dict[str, tuple[int, ...]], device: str, precision: str, max_seconds: float
 ) -> list[Point]:
-    """Measure BackProp and LocoProp at every size, the base first: it tells which take too long."""
+    """Measure BackProp and LocoProp at every size.
+
+    The base is measured first. From its time the time of every other measurement is estimated; those
+    that would take more than `max_seconds` are left out.
+    """
     points: list[Point] = []
-    if device == "cuda":  # what libraries set aside once would count as the first one's
+    if device == "cuda":  # libraries allocate workspaces once, which the first point would include
         costs.measured(base.config(costs.BASELINE, device, precision))
     for size in sizes(base, ranges):
         for method in (costs.BASELINE, *METHODS):
@@ -115,7 +128,7 @@ def _formulas(config: RunConfig, size: Size) -> tuple[float, float]:
 
 
 def _seconds(config: RunConfig, size: Size, points: list[Point]) -> float:
-    """How long the measurement will take, by the base's and the growth of the arithmetic."""
+    """Return the estimated seconds of a measurement: the base's, scaled by the multiply-adds."""
     base = next((p for p in points if p.method == config.method), None)
     if base is None or base.step_ms is None:
         return 0.0
@@ -140,16 +153,17 @@ def _content(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a small base and small ranges")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
-    parser.add_argument("--threads", type=int, help="of the CPU; otherwise as many as torch likes")
     parser.add_argument(
-        "--max-seconds", type=float, default=60.0, help="leave out what would take longer"
+        "--quick", action="store_true", help="use a small base size and small ranges"
     )
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
-    parser.add_argument("--show", type=Path, help="such a file, to be drawn without measuring")
-    parser.add_argument("--figure", type=Path, help="a file for the figure, .png; a .pdf beside it")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
+    parser.add_argument(
+        "--max-seconds",
+        type=float,
+        default=60.0,
+        help="leave out measurements that would take longer",
+    )
+    add_options(parser, "device", "threads", "out", "show", "figure")
     options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)

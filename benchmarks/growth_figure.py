@@ -1,4 +1,4 @@
-"""The figure and the table of `benchmarks.growth`, from what was measured or from a file of it."""
+"""The figure and the table of `benchmarks.growth`, from the content of its JSON file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,17 @@ VARIED = {
     "T": "local iterations T",
 }
 MEASURES = {"step_ms": ("operations", "time, ms"), "peak_mib": ("numbers", "memory, MiB")}
-"""What was measured, its formula, and how to call it."""
+"""For each measured quantity: the key of its formula in a point, and its name with its unit."""
 
 
 class Value(NamedTuple):
-    """At one size: beyond BackProp, measured if it was, and the formula scaled to the base."""
+    """The cost of a method beyond BackProp's at one size.
+
+    Args:
+        at: the varied number: batch size, width, depth or T.
+        measured: measured cost; None if it was left out.
+        formula: cost by Table 1, scaled to equal the measurement at the base size.
+    """
 
     at: int
     measured: float | None
@@ -35,7 +41,14 @@ class Value(NamedTuple):
 
 
 def values(content: dict[str, Any], method: str, varied: str, measure: str) -> Iterator[Value]:
-    """Give the values along a range, the smallest size first."""
+    """Yield the values of a method along the range of one number, the smallest first.
+
+    Args:
+        content: content of the JSON file.
+        method: `locoprop-m` or `locoprop-s`.
+        varied: a key of `VARIED`.
+        measure: a key of `MEASURES`.
+    """
     formula, _ = MEASURES[measure]
     base = content["base"]
     points = {(p["method"], *p["size"].values()): p for p in content["points"]}
@@ -53,7 +66,7 @@ def values(content: dict[str, Any], method: str, varied: str, measure: str) -> I
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Return a table of all values, measured and by formula."""
+    """Return the Markdown table of all values, measured and by formula."""
     head = ["", *(f"{label(m)}, {w}" for m in METHODS for w in ("ms", "Table 1", "MiB", "Table 1"))]
     cells = []
     for varied in VARIED:
@@ -63,7 +76,7 @@ def markdown(content: dict[str, Any]) -> str:
                 text for value in row for text in (_text(value.measured), _text(value.formula))
             ]
             cells.append([f"{varied} = {row[0].at:,}", *numbers])
-    about = "Beyond BackProp; one thing varied at a time around " + _base(content) + "."
+    about = f"Cost beyond BackProp's. One number is varied at a time; base size: {_base(content)}."
     return f"{about}\n\n{table(head, cells)}"
 
 
@@ -76,13 +89,13 @@ def _base(content: dict[str, Any]) -> str:
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Return time above and memory below, a column for each thing that is varied."""
+    """Return the figure: time in the upper row, memory in the lower, a column for each number."""
     where = content["environment"]
     figure = style.new_figure(
         12.6,
         6.4,
-        "What a LocoProp step costs beyond BackProp",
-        f"measured (solid) and Table 1, scaled to the base (dashed); base: {_base(content)}; "
+        "Cost of a LocoProp step beyond BackProp's",
+        f"measured (solid) and Table 1, scaled to the base size (dashed); base: {_base(content)}; "
         f"{where['machine']}, {content['precision']}",
     )
     panels = figure.subplots(len(MEASURES), len(VARIED), sharey="row")
@@ -93,10 +106,10 @@ def draw(content: dict[str, Any]) -> Figure:
     panels[0][0].legend(frameon=False, fontsize=9, labelcolor="linecolor")
     notes = [
         "Every layer is width × width. Table 1: time Σ b·T·d₁·d₂, memory Σ d₁·d₂ + b·(d₁ + d₂); "
-        "LocoProp-S goes through XᵀX where that is less work."
+        "LocoProp-S uses XᵀX where that needs fewer operations."
     ]
     if any(point["step_ms"] is None for point in content["points"]):
-        notes.append("Sizes without a mark were left out: they would have taken too long.")
+        notes.append("Sizes without a mark were not measured: they would have taken too long.")
     style.add_footer(figure, notes)
     return figure
 
@@ -118,5 +131,5 @@ def _panel(axes: Axes, content: dict[str, Any], varied: str, measure: str) -> No
 
 
 def save(content: dict[str, Any], folder: Path, name: str) -> list[Path]:
-    """Write PNG and PDF."""
+    """Write the figure as PNG and PDF, and return both paths."""
     return style.save(draw(content), folder, name)

@@ -1,12 +1,13 @@
-"""Time the two kernels of a local iteration alone, beside what they cannot do without.
+"""Time the two kernels of a local iteration, and the least work that each of them needs.
 
     python -m benchmarks.kernels --out kernels.json
     python -m benchmarks.kernels --show benchmarks/results/kernels-h200-tf32.json
 
-Each is launched several times in a CUDA graph, for one layer or for those of a population. `residual`
-has a product, reads notes on the pre-activations and writes how much the transfer changed; `step` has a
-product, and reads and writes weights and state. Beside them: the first one's product by cuBLAS, and
-reading and writing as much as `step` does by elementwise operations.
+Each kernel is launched several times in a CUDA graph, for one layer or for one layer of a population.
+`residual` computes a matrix product and writes the change of the transferred pre-activations. `step`
+computes a matrix product, and reads and writes weights and solver state. For comparison, the product of
+`residual` is computed by cuBLAS, and as many numbers as `step` reads and writes are read and written by
+elementwise operations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import step_table
+from benchmarks.options import add_options
 from torch_locoprop.fast.triton.local_iterations import ByRows, Step
 from torch_locoprop.fast.triton.rmsprop import Moving
 from torch_locoprop.layers.linear import LinearLayer
@@ -40,7 +41,7 @@ NUMBERS = Numbers(1e-9, 0.9, 0.99, 1e-5)
 
 
 class Shape(NamedTuple):
-    """Of a layer `[d, n]`, its rows, and how many members a population has."""
+    """A layer `[d, n]` with a number of rows, in a population of some members."""
 
     members: int
     d: int
@@ -57,7 +58,7 @@ SHAPES = {
 
 
 def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, Moving]]:
-    """Return a local problem of LocoProp-M with tanh, and where its iterations are."""
+    """Return a local problem of LocoProp-M with tanh, and the tensors that its iterations move."""
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(*sizes: int) -> Tensor:
@@ -79,7 +80,7 @@ def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, Moving
 
 
 def works(shape: Shape, device: str) -> dict[str, Callable[[], object]]:
-    """Return what is timed."""
+    """Return the functions to time, by name."""
     problem, at = iteration(shape, device)
     rows, weight, first = ByRows(problem, at), at["weight"], problem.backprop["weight"]
 
@@ -97,7 +98,7 @@ def works(shape: Shape, device: str) -> dict[str, Callable[[], object]]:
 
 
 def microseconds(work: Callable[[], object]) -> float:
-    """Of one launch: the median over rounds of several in a graph."""
+    """Return the microseconds of one launch: the median over several replays of a CUDA graph."""
     work()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -116,7 +117,7 @@ def microseconds(work: Callable[[], object]) -> float:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Return the table: microseconds, and TFLOP/s of what has a product."""
+    """Return the Markdown table: microseconds, and TFLOP/s where a product is computed."""
     names = list(next(iter(content["layers"].values()))["us"])
     cells = []
     for layer, found in content["layers"].items():
@@ -132,7 +133,7 @@ def markdown(content: dict[str, Any]) -> str:
 
 
 def measured(precision: str) -> dict[str, Any]:
-    """Time all on a GPU."""
+    """Time all functions for all shapes on the GPU; return the content of the JSON file."""
     layers = {}
     with matmul_precision(precision):
         for name, shape in SHAPES.items():
@@ -143,14 +144,13 @@ def measured(precision: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Parse the arguments, measure or read, and show the table."""
+    """Parse the arguments, measure or read a file, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
-    parser.add_argument("--show", type=Path, help="such a file, to be shown instead")
+    add_options(parser, "out", "show")
     options = parser.parse_args(arguments)
     if not options.show and not torch.cuda.is_available():
-        raise SystemExit("There is no GPU here, and nothing to time without one.")
+        raise SystemExit("This benchmark needs a GPU; torch finds no GPU here.")
     content = json.loads(options.show.read_text()) if options.show else measured(options.precision)
     if options.out:
         step_table.write(options.out, content)

@@ -1,12 +1,15 @@
-"""Time LocoProp-M with its kernels divided in other ways: to choose those in `kernels/products.py`.
+"""Time LocoProp-M with other tile sizes of its kernels.
+
+The fastest ones are the values in `torch_locoprop/fast/triton/matrix_products.py`.
 
     python -m benchmarks.parts --residual 128x128x32x8x3 --step 128x128x32x8x4 64x64x32x4x4
     python -m benchmarks.parts --precision fp32 --models wide --processes 8 --out parts.json
-    python -m benchmarks.parts --show benchmarks/results/parts-*.json      # tables; nothing is run
+    python -m benchmarks.parts --show benchmarks/results/parts-*.json      # no measurement
 
-Each is what one program computes of a product, rows by columns, terms at a time, warps, and stages of
-its pipeline. All pairs are timed, one after another, each step as a CUDA graph; they are compiled
-beforehand by several processes.
+The five numbers are: rows and columns of the product that one program computes, terms of the sum that
+it loads at a time, warps, and pipeline stages. All combinations of the values of `--residual` and
+`--step` are timed, one after another, each as a CUDA graph. With `--processes`, several processes
+compile the kernels first.
 """
 
 from __future__ import annotations
@@ -15,16 +18,16 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks import step_table
+from benchmarks.clock import milliseconds
 from benchmarks.contestants import Task, get
+from benchmarks.options import add_options
 from benchmarks.steps import graphed
 from torch_locoprop.fast.triton import availability, matrix_products
 from torch_locoprop.fast.triton.matrix_products import Parts
@@ -36,12 +39,13 @@ REPLAYS, ROUNDS = 30, 3
 
 @dataclass(frozen=True)
 class Pair:
-    """How both kernels are divided."""
+    """The tile sizes of both kernels."""
 
     residual: Parts
     step: Parts
 
     def use(self, precision: str) -> None:
+        """Make the library use these tile sizes."""
         with matmul_precision(precision):
             key = "bf16" if precision == "bf16" else availability.precision()
         matrix_products.RESIDUAL = {**matrix_products.RESIDUAL, key: self.residual}
@@ -49,20 +53,20 @@ class Pair:
 
 
 def parts(text: str) -> Parts:
-    """Return `128x128x32x8x4` as parts."""
+    """Convert the text `128x128x32x8x4` to tile sizes."""
     numbers = text.split("x")
     if len(numbers) != len(Parts._fields) or not all(n.isdecimal() for n in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'x'.join(Parts._fields)}, all numbers")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {'x'.join(Parts._fields)}, five numbers")
     return Parts(*map(int, numbers))
 
 
 def shown(own: Parts) -> str:
-    """Return the text of parts."""
+    """Convert tile sizes to text, such as `128x128x32x8x4`."""
     return "x".join(map(str, own))
 
 
 def timed(pair: Pair, models: list[str], precision: str, replays: int) -> dict[str, float]:
-    """Milliseconds of a step of each model, the least of several rounds."""
+    """Return the milliseconds of a step of each model: the least of several rounds."""
     pair.use(precision)
     contestant = get("locoprop-m-bf16" if precision == "bf16" else "locoprop-m")
     found = {}
@@ -72,20 +76,12 @@ def timed(pair: Pair, models: list[str], precision: str, replays: int) -> dict[s
             assert step is not None
             for _ in range(5):
                 step()
-            times = []
-            for _ in range(ROUNDS):
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                for _ in range(replays):
-                    step()
-                torch.cuda.synchronize()
-                times.append(1e3 * (time.perf_counter() - began) / replays)
-            found[model] = min(times)
+            found[model] = min(milliseconds(step, replays, "cuda") for _ in range(ROUNDS))
     return found
 
 
 def _compile(pairs: list[Pair], options: argparse.Namespace) -> None:
-    """Let other processes run each pair once: what they compile is on the disk then."""
+    """Run each pair once in other processes: Triton keeps the compiled kernels on disk."""
     waiting, running = list(pairs), []
     while waiting or running:
         while waiting and len(running) < options.processes:
@@ -98,7 +94,7 @@ def _compile(pairs: list[Pair], options: argparse.Namespace) -> None:
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Return the table."""
+    """Return the Markdown table."""
     models = list(content["rows"][0]["ms"])
     lines = [
         f"Milliseconds of a step, {content['precision']}, {content['environment']['machine']}",
@@ -114,21 +110,24 @@ def markdown(content: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--residual", nargs="+", type=parts, help="otherwise the present ones")
-    parser.add_argument("--step", nargs="+", type=parts, help="otherwise the present ones")
+    default = "tile sizes, such as 128x128x32x8x3 (default: the library's)"
+    parser.add_argument("--residual", nargs="+", type=parts, help=default)
+    parser.add_argument("--step", nargs="+", type=parts, help=default)
     parser.add_argument("--models", nargs="+", default=["standard", "deep", "wide"])
     parser.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    parser.add_argument("--processes", type=int, default=1, help="that compile")
-    parser.add_argument("--replays", type=int, default=REPLAYS, help="in each of three rounds")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
-    parser.add_argument("--show", type=Path, nargs="+", help="such files, to be shown instead")
+    parser.add_argument("--processes", type=int, default=1, help="processes that compile kernels")
+    parser.add_argument(
+        "--replays", type=int, default=REPLAYS, help="replays in each of three rounds"
+    )
+    add_options(parser, "out")
+    add_options(parser, "show", nargs="+")
     options = parser.parse_args(arguments)
     if options.show:
         for path in options.show:
             step_table.display(markdown(json.loads(path.read_text())))
         return
     if not torch.cuda.is_available():
-        raise SystemExit("There is no GPU here, and nothing to time without one.")
+        raise SystemExit("This benchmark needs a GPU; torch finds no GPU here.")
     with matmul_precision(options.precision):
         key = "bf16" if options.precision == "bf16" else availability.precision()
     pairs = [

@@ -1,4 +1,4 @@
-"""LocoProp-M as one would write it on an afternoon: autograd, and one torch.optim for each layer."""
+"""A simple implementation of LocoProp-M: autograd, and one optimizer of torch.optim for each layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MakeSolver = Callable[[list[nn.Parameter]], Optimizer]
 
 
 class Stage(NamedTuple):
-    """A layer and what follows it: in the model, and in its local loss."""
+    """A linear layer, the module that follows it in the model, and the transfer of its local loss."""
 
     linear: nn.Linear
     then: nn.Module
@@ -23,7 +23,10 @@ class Stage(NamedTuple):
 
 
 def stages(model: nn.Sequential) -> list[Stage]:
-    """Return the layers of the study's autoencoder: the code is linear, the output's sigmoid local."""
+    """Return the layers of an autoencoder of the study.
+
+    The code layer is linear. The output layer has a sigmoid in its local loss and none in the model.
+    """
     found: list[Stage] = []
     for half in model:
         modules = [*half, nn.Identity()]
@@ -32,7 +35,15 @@ def stages(model: nn.Sequential) -> list[Stage]:
 
 
 class PerLayerLoop:
-    """`backprop()`, then `update()`: T iterations of `y* = f(a) − γ ∂L/∂a` in every layer."""
+    """LocoProp-M in a loop over layers; a training step is `backprop()`, then `update()`.
+
+    Args:
+        model: an autoencoder of the study.
+        images: the batch of every step.
+        make_solver: makes the optimizer of one layer's local problem.
+        gamma: γ of the target `y* = f(a) − γ ∂L/∂a`.
+        local_steps: local iterations T.
+    """
 
     def __init__(
         self,
@@ -50,7 +61,7 @@ class PerLayerLoop:
         self.pre_activations: list[Tensor] = []
 
     def backprop(self) -> None:
-        """Keep each layer's input and pre-activation, and the gradient of the latter."""
+        """Run forward and backward; keep inputs, pre-activations a, and the gradients ∂L/∂a."""
         self.inputs, self.pre_activations = [], []
         y = self.images
         for stage in self.stages:
@@ -62,6 +73,7 @@ class PerLayerLoop:
         reconstruction_loss(y, self.images).backward()
 
     def update(self) -> None:
+        """Run the local iterations of every layer."""
         for index, stage in enumerate(self.stages):
             solver, x, before = self.solvers[index], self.inputs[index], self.pre_activations[index]
             with torch.no_grad():
@@ -71,6 +83,6 @@ class PerLayerLoop:
                 solver.param_groups[0]["lr"] = self.rates[index] * rate
                 solver.zero_grad()
                 a = stage.linear(x)
-                # The matching loss has this gradient in a.
+                # The gradient of the matching loss with respect to a.
                 a.backward(stage.local(a.detach()) - target)
                 solver.step()

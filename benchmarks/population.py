@@ -1,24 +1,24 @@
-"""Time a step of a population: K configurations of one model that train together.
+"""Time a step of a population: K models of one shape that train together.
 
     python -m benchmarks.population --device cuda --precision tf32 --out population.json
     python -m benchmarks.population --members 4 --model 784-100-30 --methods locoprop-m
 
-A step is timed as the study takes it, on a GPU as a CUDA graph. The operations are those of the
-members' matrix products, by formula; a trial is one member for 100 epochs of 60 steps.
+A step is timed as in the study: on a GPU it is a CUDA graph. TFLOP/s are the operations of all members'
+matrix products, by formula, over the measured time. A trial is one member for 100 epochs of 60 steps.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 from benchmarks import step_table, work
+from benchmarks.clock import milliseconds
 from benchmarks.contestants import Task
+from benchmarks.options import add_options
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import PRECISIONS, RunConfig
 from torch_locoprop.study.training.machine import environment, matmul_precision
@@ -32,12 +32,12 @@ STEPS_OF_A_TRIAL = 100 * 60
 def timed(
     task: Task, name: str, precision: str, members: int, rounds: int, steps: int
 ) -> dict[str, Any]:
-    """Milliseconds of a step of a method's population, and what follows from it."""
+    """Time the population of one method; return the row of the table."""
     settings = {"model": task.model, "device": task.device, "precision": precision}
     config = RunConfig(name, **settings)
     method = method_of(config)
     if method is None:
-        raise SystemExit(f"{name} has no population. Give a first-order method or a variant.")
+        raise SystemExit(f"{name} has no population. Choose a first-order or LocoProp method.")
     model, images = task.prepared()
     population = Population(
         [model] * members, transfers_of(config), method, [numbers_of(config)] * members
@@ -46,13 +46,11 @@ def timed(
     rows = torch.arange(task.batch, device=task.device)
     for _ in range(WARM_UP):
         graphed.step(rows, 0.01)
-    found = []
-    for _ in range(rounds):
-        began = _now(task.device)
-        for _ in range(steps):
-            graphed.step(rows, 0.01)
-        found.append((_now(task.device) - began) / steps)
-    seconds = median(found)
+
+    def step() -> None:
+        graphed.step(rows, 0.01)
+
+    seconds = median(milliseconds(step, steps, task.device) for _ in range(rounds)) / 1e3
     flop = members * _flop(task, name, method.local_steps)
     return {
         "method": name,
@@ -68,14 +66,8 @@ def _flop(task: Task, name: str, T: int) -> int:
     return count(task.layers, task.batch, T)
 
 
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def markdown(content: dict[str, Any]) -> str:
-    """Return the table."""
+    """Return the Markdown table."""
     lines = [
         f"{content['members']} members, {content['model']}, batch {content['batch']}, "
         f"{content['precision']}, {content['environment']['machine']}",
@@ -94,14 +86,13 @@ def markdown(content: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--methods", nargs="+", default=["locoprop-m", "locoprop-s", "rmsprop"])
-    parser.add_argument("--members", type=int, default=32, help="K")
+    parser.add_argument("--members", type=int, default=32, help="models K")
     parser.add_argument("--model", default="standard")
     parser.add_argument("--batch", type=int, default=1000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", default="fp32", choices=PRECISIONS)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=5, help="in a round")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
+    parser.add_argument("--steps", type=int, default=5, help="steps in a round")
+    add_options(parser, "device", "out")
     options = parser.parse_args(arguments)
     architectures.sizes_of(options.model)
     task = Task(options.model, options.batch, device=options.device)

@@ -1,9 +1,10 @@
-"""Train LocoProp-S on a CPU with the factors of products rounded to TF32: what becomes of its loss?
+"""Train LocoProp-S on a CPU with the factors of matrix products rounded to TF32, and print its loss.
 
     python -m benchmarks.rounding --data-dir DATA --rounded network iterations bias --off 1
 
-MNIST, tanh, standard, in the three epochs of the timings: the rate goes from zero to half its peak at
-once. A run takes three minutes. `--off SEED` starts from weights that are 1e-4 off at random.
+The task is the standard tanh autoencoder on MNIST for three epochs, with the schedule of the study's
+timing runs, in which the learning rate jumps from zero to half its peak. A run takes three minutes.
+`--off SEED` changes the initial weights by a random relative amount of 1e-4.
 """
 
 from __future__ import annotations
@@ -27,21 +28,28 @@ from torch_locoprop.study.figures.timings import timing_config
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import run
 
-METHOD, SETTINGS = "locoprop-s", {"lr": 2e-5, "gamma": 100.0}  # at the edge of what is stable
-OFF = 1e-4  # of each weight
-LOST = 13  # digits of float32 that TF32 has not
+METHOD, SETTINGS = "locoprop-s", {"lr": 2e-5, "gamma": 100.0}  # close to the largest stable values
+OFF = 1e-4  # relative change of each initial weight
+LOST = 13  # bits of the mantissa that float32 has and TF32 has not
 
-# Which products they are can be told from the operations, for large layers on a CPU.
+# The operations that compute each kind of product, for large layers on a CPU.
 PRODUCTS = {
     "network": (torch.ops.aten.mm.default, torch.ops.aten.addmm.default),
     "square": (torch.ops.aten.mm.out,),
     "iterations": (torch.ops.mkldnn._linear_pointwise.default,),
-    "bias": (),  # the part of the iterations' that is the gradient of biases
+    "bias": (),  # the column of the iterations' products that is the gradient of the biases
 }
 
 
 class Rounded(TorchDispatchMode):
-    """Products of factors with TF32's digits: rounded as by cuBLAS, or cut off as by our kernels."""
+    """Inside this context, the factors of some matrix products are reduced to TF32.
+
+    Factors are rounded to nearest, as cuBLAS does; those of local iterations are rounded towards zero,
+    as the Triton kernels do.
+
+    Args:
+        which: keys of `PRODUCTS`.
+    """
 
     def __init__(self, which: Collection[str]) -> None:
         super().__init__()
@@ -57,13 +65,13 @@ class Rounded(TorchDispatchMode):
         factors = [to_tf32(factor, cut) for factor in (left, right)]
         found = func(*args[:first], *factors, *args[first + 2 :], **(kwargs or {}))
         if cut and not self._bias:
-            column = int(right.diagonal().nonzero().max())  # the bias's: the rest is filled up
+            column = int(right.diagonal().nonzero().max())  # of the bias: later columns are padding
             found[:, column] = left @ right[column]
         return found
 
 
 def to_tf32(tensor: Tensor, cut: bool = False) -> Tensor:
-    """The nearest numbers that TF32 has, or the next towards zero."""
+    """Round float32 numbers to the nearest TF32 numbers, or towards zero if `cut` is True."""
     digits = tensor.contiguous().view(torch.int32)
     if not cut:
         digits = digits + 2 ** (LOST - 1)
@@ -71,7 +79,7 @@ def to_tf32(tensor: Tensor, cut: bool = False) -> Tensor:
 
 
 def method(off: int | None) -> str:
-    """The name of the method that starts from weights that are off."""
+    """Return the name of the method; with a seed, of one that first changes the initial weights."""
     own = methods.get(METHOD)
     if off is None:
         return own.name
@@ -90,7 +98,14 @@ def method(off: int | None) -> str:
 
 
 def losses(data: Dataset, rounded: Collection[str], off: int | None, **task: Any) -> list[float]:
-    """The train loss after each epoch."""
+    """Train and return the training loss after each epoch.
+
+    Args:
+        data: training and test images.
+        rounded: keys of `PRODUCTS`.
+        off: seed of the change of the initial weights; None: no change.
+        task: settings of `RunConfig`.
+    """
     whole = RunConfig(method(off), SETTINGS, dataset=data.name, **task)
     config = timing_config(whole, len(data.train))
     with tempfile.TemporaryDirectory() as folder, Rounded(rounded):
@@ -103,12 +118,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--data-dir", type=Path, help="a folder with MNIST")
-    parser.add_argument("--rounded", nargs="*", choices=PRODUCTS, default=[], help="these products")
-    parser.add_argument("--off", type=int, metavar="SEED", help="other weights at the start")
+    parser.add_argument("--data-dir", type=Path, help="folder with the files of MNIST")
+    parser.add_argument(
+        "--rounded",
+        nargs="*",
+        choices=PRODUCTS,
+        default=[],
+        help="products with rounded factors",
+    )
+    parser.add_argument("--off", type=int, metavar="SEED", help="change the initial weights")
     options = parser.parse_args()
     if "bias" in options.rounded and "iterations" not in options.rounded:
-        parser.error("bias is a part of the iterations' products: give --rounded iterations bias")
+        parser.error("bias is a part of the iterations' products: use --rounded iterations bias")
     torch.set_num_threads(1)
     found = losses(datasets.load("mnist", options.data_dir), options.rounded, options.off)
     rounded = " ".join(options.rounded) or "nothing"

@@ -1,11 +1,11 @@
-"""Watch a long run on the CPU: does a step stay as fast, and the process as small, as at the start?
+"""Check on a CPU that a step stays as fast, and memory as small, as at the start of a run.
 
     python -m benchmarks.steady --threads 2
 
-The last steps of a run take turns with the first steps of its twin, which starts then, so that a slow
-moment of the machine meets both. The images are those of CURVES, whose margins are black in all:
-a weight behind such a pixel has no gradient, and what a solver remembers of it decays to numbers with
-which some processors are far slower (denormals).
+The last steps of a run alternate with the first steps of a second run with the same settings, so that a
+slow moment of the machine affects both. The images are CURVES, whose margins are black in all images.
+A weight of such a pixel has no gradient, and its solver state decays to denormal numbers, with which
+some processors are much slower.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.options import add_options
 from benchmarks.step_table import display, table, write
 from torch_locoprop.study import methods
 from torch_locoprop.study.data.curves import curves
@@ -35,7 +36,7 @@ LOOK_AT = (20, 120)
 
 
 class Run:
-    """A run of a method, step by step."""
+    """A training run of one method of the study."""
 
     def __init__(self, method: str, images: Tensor, model: str) -> None:
         self.model = architectures.build(model)
@@ -45,7 +46,7 @@ class Run:
         self.taken = 0
 
     def step(self) -> float:
-        """Return its milliseconds."""
+        """Take one training step and return its milliseconds."""
         batch = self.batches[self.taken % BATCHES]
         self.taken += 1
         began = time.perf_counter()
@@ -55,7 +56,7 @@ class Run:
         return 1e3 * (time.perf_counter() - began)
 
     def denormals(self) -> dict[str, int]:
-        """How many numbers are denormal in each kind of state that has any."""
+        """Return the number of denormal numbers in each kind of solver state that has any."""
         counts: dict[str, int] = {}
         for state in self.optimizer.state.values():
             for kind, entry in state.items():
@@ -64,12 +65,12 @@ class Run:
 
 
 def is_denormal(tensor: Tensor) -> Tensor:
-    """Which numbers are not zero, and too small for all their digits."""
+    """Return a mask of the denormal numbers: not zero, and below the smallest normal number."""
     return (tensor != 0) & (tensor.abs() < torch.finfo(tensor.dtype).tiny)
 
 
 def resident_mib() -> float | None:
-    """The memory of this process now, where the system tells."""
+    """Return the resident memory of this process, or None if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:
@@ -81,7 +82,15 @@ def resident_mib() -> float | None:
 def watched(
     method: str, images: Tensor, steps: int = STEPS, model: str = MODEL, ends: int = ENDS
 ) -> dict[str, Any]:
-    """Return milliseconds of the first and the last steps, and memory on the way."""
+    """Time the first and the last steps of a run, and read the memory after some steps.
+
+    Args:
+        method: a method of the study.
+        images: training images `[N, pixels]`.
+        steps: length of the run.
+        model: widths of the autoencoder.
+        ends: number of steps that are timed at each end.
+    """
     run, resident = Run(method, images, model), {}
     while run.taken < steps - ends:
         run.step()
@@ -101,7 +110,7 @@ def watched(
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Return the table."""
+    """Return the Markdown table."""
     head = ["", f"first {ENDS} steps, ms", f"last {ENDS} of {STEPS}", "ratio"]
     head += ["denormals in the state", *(f"resident MiB after {step}" for step in LOOK_AT)]
     return table(head, map(_line, content["runs"]))
@@ -120,9 +129,7 @@ def _line(run: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--threads", type=int, help="otherwise as many as torch likes")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
-    parser.add_argument("--show", type=Path, help="such a file, to be shown instead")
+    add_options(parser, "threads", "out", "show")
     options = parser.parse_args(arguments)
     if options.show:
         display(markdown(json.loads(options.show.read_text())))

@@ -1,4 +1,4 @@
-"""The table of `benchmarks.steps`, from what was measured or from a file of it."""
+"""The table of `benchmarks.steps`, from the content of its JSON file; files and tables of others."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Row = dict[str, Any]
 
 
 def table(head: list[str], cells: Iterable[list[str]]) -> str:
-    """Return Markdown, with all columns but the first to the right."""
+    """Return a Markdown table; all columns but the first are right-aligned."""
     lines = [head, ["---"] + ["---:"] * (len(head) - 1), *cells]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def markdown(content: dict[str, Any]) -> str:
-    """Return the tables of all models, and what they were measured on."""
+    """Return the Markdown tables of all models, with the machine and the settings."""
     parts = [
         f"{model}, batch {content['batch']}, T = {content['local_steps']}\n\n{_table(rows)}"
         for model, rows in content["models"].items()
@@ -30,7 +30,7 @@ def markdown(content: dict[str, Any]) -> str:
     where = content["environment"]
     notes = [f"{where['machine']}, {where['threads']} threads, PyTorch {where['torch']}"]
     notes.append(content["precision"])
-    if "rounds" in content:  # results of earlier programs do not tell
+    if "rounds" in content:  # older files do not contain it
         notes.append(f"{content['rounds']} rounds of {content['steps']} steps")
         notes.append(f"load of the machine before {content['load'][0]}, after {content['load'][1]}")
     missing = {
@@ -47,7 +47,7 @@ def _table(rows: list[Row]) -> str:
     replayed = any(row["graph_ms"] is not None for row in rows)
     head = ["", "loop, ms", "quartiles", "optimizer, ms", "× BackProp", "× products"]
     if replayed:
-        head += ["graph, ms", "× BackProp", "× products"]
+        head += ["CUDA graph, ms", "× BackProp", "× products"]
     head += ["needed GFLOP", "computed", "TFLOP/s" if replayed else "GFLOP/s", "peak MiB"]
     by_key = {row["key"]: row for row in rows}
     base, floor = by_key.get(BACKPROP, {}), by_key.get(FLOOR, {})
@@ -81,18 +81,19 @@ def _ratio(value: float | None, base: float | None) -> str:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
+    """Write the content as JSON; make the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def show(paths: Iterable[Path]) -> None:
-    """Print the tables of files."""
+    """Print the tables of JSON files of `benchmarks.steps`."""
     for path in paths:
         display(f"## {path.stem}\n\n{markdown(json.loads(path.read_text()))}\n")
 
 
 def display(text: str) -> None:
-    """Print Markdown: laid out for a reader at a terminal, as it is for a file."""
+    """Print Markdown: formatted on a terminal, unchanged elsewhere."""
     console = Console()
     if console.is_terminal:
         console.print(Markdown(text))

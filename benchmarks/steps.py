@@ -1,15 +1,16 @@
-"""Time one whole training step, forward, backward and optimizer, of LocoProp and of others.
+"""Time one whole training step of LocoProp and of other optimizers: forward, backward, update.
 
     python -m benchmarks.steps --threads 2 --out steps.json
     python -m benchmarks.steps --device cuda --precision tf32 --models standard deep wide
     python -m benchmarks.steps --methods products sgd locoprop-m exact-s-muon
-    python -m benchmarks.steps --show benchmarks/results/steps-*.json      # tables; nothing is run
+    python -m benchmarks.steps --show benchmarks/results/steps-*.json      # no measurement
     python -m benchmarks.steps --show benchmarks/results/steps-cpu.json --figure steps-cpu.png
 
-All take turns, round after round, so that a slow moment of the machine meets all of them; the table has
-medians over all steps. What is renewed only every k steps is timed over whole cycles, and has means.
-`loop` is the ordinary one, `loss.backward(); optimizer.step()`; `graph`, on a GPU, has the whole step
-replayed as a CUDA graph, for those that allow it. The floor is LocoProp-M's matrix products alone.
+The methods take turns, round after round, so that a slow moment of the machine affects all of them.
+The table shows medians over all steps. Methods that do expensive work in every k-th step only are timed
+over whole cycles of k steps, and the table shows their means. `loop` is the plain training loop. `CUDA
+graph` is the whole step replayed as a CUDA graph on a GPU, for methods that allow it. `products` are
+the matrix products of LocoProp-M alone.
 """
 
 from __future__ import annotations
@@ -18,10 +19,8 @@ import argparse
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
@@ -29,35 +28,50 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import step_table, steps_figure
+from benchmarks.clock import milliseconds, now
 from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
+from benchmarks.options import add_options
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.training.machine import environment, matmul_precision
 from torch_locoprop.study.training.step import EAGER_STEPS, TrainingStep
 
-# Steps of a turn on a GPU before those that count: others have moved what memory is free, and graphs
-# are recorded anew.
+# Steps at the start of a turn on a GPU that are not timed: the other methods have changed which memory
+# is free, so CUDA graphs are recorded again.
 SETTLING = 4
 
 
 @dataclass
 class Row:
-    """What was measured of one contestant; None where there is nothing to measure."""
+    """The measurements of one method; None where there is none.
+
+    Args:
+        key: the method's key.
+        name: its name in the table.
+        loop_ms: milliseconds of a step in a plain loop.
+        quartiles_ms: lower and upper quartile of these, over steps or, on a GPU, over rounds.
+        optimizer_ms: milliseconds of the optimizer's part.
+        graph_ms: milliseconds of a step as a CUDA graph.
+        needed_gflop: operations of the method's products, by formula.
+        counted_gflop: operations of the products that were computed.
+        peak_mib: peak memory beside the model and the images.
+        missing: why the method was not measured.
+    """
 
     key: str
     name: str
     loop_ms: float | None = None
-    quartiles_ms: list[float] | None = None  # of the same: how far steps, or a GPU's rounds, differ
+    quartiles_ms: list[float] | None = None
     optimizer_ms: float | None = None
     graph_ms: float | None = None
-    needed_gflop: float | None = None  # of the method's products, by formula
-    counted_gflop: float | None = None  # of the products that were computed
-    peak_mib: float | None = None  # beside model and images
-    missing: str | None = None  # why there is nothing
+    needed_gflop: float | None = None
+    counted_gflop: float | None = None
+    peak_mib: float | None = None
+    missing: str | None = None
 
 
 @dataclass
 class Turns:
-    """A contestant made ready, and its milliseconds so far."""
+    """A method that is ready to be timed, and its milliseconds so far."""
 
     row: Row
     contestant: Contestant
@@ -69,7 +83,7 @@ class Turns:
     replayed: list[float] = field(default_factory=list)
 
     def warm_up(self) -> None:
-        """States, graphs and libraries come into being, and early steps of another kind pass."""
+        """Take the steps that are not timed: they allocate states and record CUDA graphs."""
         for _ in range(self.contestant.warm_up):
             self.ready.step()
         if self.graph is not None:
@@ -77,59 +91,49 @@ class Turns:
                 self.graph()
 
     def take(self, steps: int) -> None:
+        """Time some steps in every way."""
         if self.device == "cuda":
             for _ in range(SETTLING if self.contestant.cycle == 1 else 0):
                 self.ready.step()
-            # In one go: the host may run ahead of the device, as it does in training.
-            self.loop.append(_milliseconds(self.ready.step, steps, self.device))
+            # Without waiting between steps: the host may run ahead of the device, as in training.
+            self.loop.append(milliseconds(self.ready.step, steps, self.device))
         whole, optimizer = self._in_parts(steps)
         self.optimizer += optimizer
         if self.device != "cuda":
             self.loop += whole
         if self.graph is not None:
-            self.replayed.append(_milliseconds(self.graph, steps, self.device))
+            self.replayed.append(milliseconds(self.graph, steps, self.device))
 
     def _in_parts(self, steps: int) -> tuple[list[float], list[float]]:
-        """Milliseconds of each step, and of the optimizer's part of it."""
+        """Return the milliseconds of each step, and of the optimizer's part of each."""
         wholes, parts = [], []
         for _ in range(steps):
-            began = _now(self.device)
+            began = now(self.device)
             if self.ready.gradients is not None:
                 self.ready.gradients()
-            between = _now(self.device)
+            between = now(self.device)
             self.ready.update()
-            end = _now(self.device)
+            end = now(self.device)
             wholes.append(1e3 * (end - began))
             parts.append(1e3 * (end - between))
         return wholes, parts if self.ready.gradients is not None else []
 
     def typical(self, times: list[float]) -> float | None:
+        """Return the median, or the mean if the method's steps differ within a cycle."""
         if not times:
             return None
         return median(times) if self.contestant.cycle == 1 else mean(times)
 
     def quartiles(self) -> list[float] | None:
+        """Return the lower and upper quartile of the loop's times, if all steps are alike."""
         if self.contestant.cycle > 1 or len(self.loop) < 2:
             return None
         lower, _, upper = quantiles(self.loop, n=4, method="inclusive")
         return [lower, upper]
 
 
-def _now(device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def _milliseconds(work: Callable[[], object], steps: int, device: str) -> float:
-    began = _now(device)
-    for _ in range(steps):
-        work()
-    return 1e3 * (_now(device) - began) / steps
-
-
 def steps_in_a_round(cycle: int, rounds: int, steps: int) -> int:
-    """Return how many steps to take so that so many rounds together are whole cycles."""
+    """Return the steps of a round, at least `steps`, such that all rounds together are whole cycles."""
     whole = math.lcm(rounds, cycle)
     return math.ceil(rounds * steps / whole) * whole // rounds
 
@@ -139,17 +143,17 @@ def _ready(contestant: Contestant, task: Task) -> Ready:
 
 
 def graphed(contestant: Contestant, task: Task) -> Callable[[], object] | None:
-    """The same step, replayed as a graph, if there is a GPU and it can be."""
+    """Return the step as a CUDA graph, or None on a CPU or if the method does not allow it."""
     if task.device != "cuda":
         return None
     ready = _ready(contestant, task)
     if contestant == CONTESTANTS[FLOOR]:
-        ready.step()  # libraries set up what they need
+        ready.step()  # libraries allocate workspaces in the first call
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             ready.step()
-        return lambda _=ready: graph.replay()  # whose matrices it reads
+        return lambda _=ready: graph.replay()  # keeps the matrices that the CUDA graph reads
     if not getattr(ready.optimizer, "capturable", False):
         return None
     assert ready.optimizer is not None
@@ -163,7 +167,7 @@ def graphed(contestant: Contestant, task: Task) -> Callable[[], object] | None:
 
 def _peak_mib(contestant: Contestant, task: Task) -> float:
     model, images = task.prepared()
-    steps = 6 if task.device == "cuda" else 2  # on a GPU, what a recorded graph sets aside counts
+    steps = 6 if task.device == "cuda" else 2  # on a GPU, enough to record CUDA graphs
 
     def work() -> None:
         ready = contestant.prepare(task, model, images)
@@ -184,7 +188,7 @@ def _turned_flop(left: torch.Size, right: torch.Size, *more: object, **named: ob
 ADDED = {torch.ops.aten.addmm_: _added_flop, torch.ops.aten.baddbmm_: _added_flop}
 if torch.backends.mkldnn.is_available():
     ADDED[torch.ops.mkldnn._linear_pointwise] = _turned_flop
-"""Products that torch's counter does not know by itself."""
+"""Formulas for products that torch's counter does not know."""
 
 
 def _counted_gflop(contestant: Contestant, task: Task) -> float:
@@ -195,7 +199,7 @@ def _counted_gflop(contestant: Contestant, task: Task) -> float:
 
 
 def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[Row]:
-    """Measure them all."""
+    """Measure the methods of these keys and return their rows."""
     rows, turns = [], []
     for key in keys:
         contestant = get(key)
@@ -209,7 +213,7 @@ def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[R
             continue
         turns.append(Turns(rows[-1], contestant, task.device, ready, graphed(contestant, task)))
         turns[-1].warm_up()
-    together = 1 if task.device == "cuda" else rounds  # a GPU's steps are not timed one by one
+    together = 1 if task.device == "cuda" else rounds  # on a GPU, a round is timed as a whole
     for _ in range(rounds):
         for turn in turns:
             turn.take(steps_in_a_round(turn.contestant.cycle, together, steps))
@@ -227,12 +231,12 @@ def compared(task: Task, keys: Iterable[str], rounds: int, steps: int) -> list[R
 
 
 def _load() -> float:
-    """How many threads wanted to run in the last minute, those of this program among them."""
+    """Return the load average of the last minute; it includes this program."""
     return round(os.getloadavg()[0], 2)
 
 
 def measured(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the content of the JSON file."""
+    """Measure all models and return the content of the JSON file."""
     device = options.device
     keys = [key for key in options.methods if device == "cuda" or not get(key).gpu_only]
     load, found = _load(), {}
@@ -257,22 +261,22 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["standard"])
     parser.add_argument(
-        "--methods", nargs="+", default=list(CONTESTANTS), help="the study's have their names there"
+        "--methods",
+        nargs="+",
+        default=list(CONTESTANTS),
+        help="keys of the table, or methods of the study",
     )
     parser.add_argument("--batch", type=int, default=1000)
-    parser.add_argument("--local-steps", type=int, default=10, help="T")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--local-steps", type=int, default=10, help="local iterations T")
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
-    parser.add_argument("--threads", type=int, help="of the CPU; otherwise as many as torch likes")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, help="in a round; 2, on a GPU 20")
-    parser.add_argument("--out", type=Path, help="a JSON file for what was measured")
-    parser.add_argument("--show", type=Path, nargs="+", help="such files, to be shown instead")
-    parser.add_argument("--figure", type=Path, help="a file for the figure, .png; a .pdf beside it")
+    parser.add_argument("--steps", type=int, help="steps in a round (default: 2, on a GPU 20)")
+    add_options(parser, "device", "threads", "out", "figure")
+    add_options(parser, "show", nargs="+")
     options = parser.parse_args(arguments)
     if options.show:
         if options.figure and len(options.show) > 1:
-            parser.error("--figure draws one file. Give one to --show.")
+            parser.error("--figure draws one file: give one file to --show.")
         step_table.show(options.show)
         if options.figure:
             steps_figure.save(json.loads(options.show[0].read_text()), options.figure)

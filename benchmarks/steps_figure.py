@@ -1,4 +1,4 @@
-"""The figure of `benchmarks.steps`: milliseconds of a step, from a file of what was measured."""
+"""The figure of `benchmarks.steps`: milliseconds of a step, from the content of its JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = dict[str, Any]
 
 
 def draw(content: dict[str, Any]) -> Figure:
-    """Return a panel for each model, the fastest method at the top."""
+    """Return the figure: a panel for each model, with the fastest method at the top."""
     models, where = content["models"], content["environment"]
     rows = max(map(len, models.values()))
     found = [row for own in models.values() for row in own]
@@ -33,15 +33,15 @@ def draw(content: dict[str, Any]) -> Figure:
         _panel(axes, model, [row for row in own if _times(row)])
     notes = []
     if any(row["graph_ms"] is not None for row in found):
-        notes.append("Rings: an ordinary loop. Discs: the step replayed as one CUDA graph.")
+        notes.append("Rings: a plain loop. Discs: the whole step as one CUDA graph.")
     if any(row["key"] == FLOOR for row in found):
-        notes.append("Matrix products are those of LocoProp-M, and nothing else.")
+        notes.append("Matrix products: those of a LocoProp-M step alone.")
     style.add_footer(figure, notes)
     return figure
 
 
 def save(content: dict[str, Any], path: Path) -> list[Path]:
-    """Write PNG and PDF."""
+    """Write the figure as PNG and PDF, and return both paths."""
     return style.save(draw(content), path.parent, path.stem)
 
 

@@ -1,10 +1,10 @@
-"""Show which kernels of a replayed training step run when, on which stream of the GPU.
+"""Show when each kernel of a training step runs, and on which stream of the GPU.
 
     python -m benchmarks.timeline --method locoprop-m --model standard --out timeline.json
-    python -m benchmarks.timeline --show before.json after.json --figure timeline.png   # nothing is run
+    python -m benchmarks.timeline --show before.json after.json --figure timeline.png   # no GPU needed
 
-The step is a CUDA graph, seen by PyTorch's profiler. That makes pauses of its own, in which nothing
-runs and which a step without it has not: they are cut out.
+The step is a CUDA graph, recorded by PyTorch's profiler. The profiler causes pauses in which no kernel
+runs. A step without the profiler has no such pauses, so they are removed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from matplotlib.patches import Patch
 
 from benchmarks import step_table
 from benchmarks.contestants import Task, get
+from benchmarks.options import add_options
 from benchmarks.steps import graphed
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.training.config import PRECISIONS
 from torch_locoprop.study.training.machine import environment, matmul_precision
 
-PAUSE = 20.0  # microseconds without any kernel: the profiler's
+PAUSE = 20.0  # a time without kernels of more microseconds is a pause of the profiler
 
-KINDS = {  # by what is in a kernel's name, the first that fits
+KINDS = {  # words in a kernel's name, and a colour; the first kind that fits counts
     "local iterations: residual": ("residual", "#0b5fa5"),
     "local iterations: step": ("step", "#4fb3d9"),
     "other matrix products": ("gemm gemv cutlass splitK dot_kernel", "#c8401a"),
@@ -38,7 +39,7 @@ KINDS = {  # by what is in a kernel's name, the first that fits
 
 
 class Kernel(NamedTuple):
-    """One that ran, in microseconds."""
+    """One execution of a kernel; times are in microseconds."""
 
     name: str
     start: float
@@ -51,7 +52,7 @@ class Kernel(NamedTuple):
 
 
 def without_pauses(kernels: list[Kernel]) -> list[Kernel]:
-    """Return them from time zero on, with nothing cut out but what the profiler added."""
+    """Remove the pauses of the profiler, and let the first kernel start at time zero."""
     found: list[Kernel] = []
     cut, busy_until = 0.0, None
     for kernel in sorted(kernels, key=lambda each: each.start):
@@ -63,11 +64,12 @@ def without_pauses(kernels: list[Kernel]) -> list[Kernel]:
 
 
 def span(kernels: list[Kernel]) -> float:
+    """Return the time from the start of the first kernel to the end of the last."""
     return max(kernel.end for kernel in kernels) - min(kernel.start for kernel in kernels)
 
 
 def kind_of(name: str) -> str:
-    """Return what a kernel does."""
+    """Return the kind of a kernel: a key of `KINDS`."""
     return next(
         kind
         for kind, (words, _) in KINDS.items()
@@ -76,11 +78,11 @@ def kind_of(name: str) -> str:
 
 
 def recorded(method: str, model: str, precision: str) -> list[Kernel]:
-    """The kernels of one step."""
+    """Record the kernels of one step of a method on the GPU."""
     with matmul_precision(precision):
         step = graphed(get(method), Task(model, device="cuda"))
         if step is None:
-            raise SystemExit(f"{method} has no step that could be replayed as a graph.")
+            raise SystemExit(f"A step of {method} cannot be a CUDA graph.")
         for _ in range(10):
             step()
         torch.cuda.synchronize()
@@ -101,14 +103,14 @@ def recorded(method: str, model: str, precision: str) -> list[Kernel]:
 
 
 def draw(contents: list[dict[str, Any]]) -> Figure:
-    """Return a panel for each, all with the same scale."""
+    """Return a figure with a panel for each recording, all with the same time scale."""
     own = [[Kernel(*each) for each in content["kernels"]] for content in contents]
     where = contents[0]["environment"]
     rows = [sorted({kernel.stream for kernel in kernels}) for kernels in own]
     figure = style.new_figure(
         10, 1.6 + 0.24 * sum(map(len, rows)) + 0.7 * len(own),
-        "Which kernels run when, in one training step replayed as a CUDA graph",
-        f"{where['machine']}, PyTorch {where['torch']}; times by the profiler",
+        "The kernels of one training step as a CUDA graph",
+        f"{where['machine']}, PyTorch {where['torch']}; times measured by the profiler",
     )  # fmt: skip
     ratios = [len(streams) + 1 for streams in rows]
     panels = figure.subplots(len(own), 1, squeeze=False, sharex=True, height_ratios=ratios)[:, 0]
@@ -137,15 +139,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--method", default="locoprop-m")
     parser.add_argument("--model", default="standard")
     parser.add_argument("--precision", default="tf32", choices=PRECISIONS)
-    parser.add_argument("--title", help="of the panel in the figure")
-    parser.add_argument("--out", type=Path, help="a JSON file for the kernels")
-    parser.add_argument("--figure", type=Path, help="a picture of them, as PNG and PDF")
-    parser.add_argument("--show", type=Path, nargs="+", help="such files, to be drawn instead")
+    parser.add_argument("--title", help="title of the panel in the figure")
+    add_options(parser, "out", "figure")
+    add_options(parser, "show", nargs="+")
     options = parser.parse_args(arguments)
     if options.show:
         contents = [json.loads(path.read_text()) for path in options.show]
     elif not torch.cuda.is_available():
-        raise SystemExit("There is no GPU here. Draw what is known with --show and --figure.")
+        raise SystemExit("No GPU found. Use --show and --figure to draw recordings that exist.")
     else:
         known = {name: getattr(options, name) for name in ("method", "model", "precision", "title")}
         kernels = recorded(options.method, options.model, options.precision)

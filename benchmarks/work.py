@@ -1,8 +1,9 @@
-"""The arithmetic of a step: how many floating-point operations it takes, and its matrix products alone.
+"""The matrix products of a training step: their floating-point operations, and the products alone.
 
-A unit of a layer `[d, n]` is one product of `b` rows with its weights, `2·b·d·n` operations. BackProp
-takes three: forward, input gradient and weight gradient, but the first layer needs no input gradient.
-LocoProp with T iterations adds T − 1 local forward products and T − 1 weight gradients: 2T + 1 in all.
+A unit of a layer `[d, n]` is one product of `b` rows with its weights: `2·b·d·n` operations. BackProp
+has three units for each layer: forward pass, input gradient and weight gradient. The first layer has no
+input gradient. LocoProp with T iterations adds T − 1 forward products and T − 1 weight gradients, which
+makes 2T + 1 units.
 """
 
 from __future__ import annotations
@@ -16,22 +17,25 @@ from torch_locoprop.fast.cuda_streams import lanes
 from torch_locoprop.paper.gram import saves_work
 
 Layers = Sequence[tuple[int, int]]
-"""`(n, d)`, inputs and outputs, of every layer."""
+"""The numbers of inputs and outputs `(n, d)` of every layer."""
 
 
 def backprop_flop(layers: Layers, b: int) -> int:
-    """Return the operations of forward and backward."""
+    """Return the operations of a forward and a backward pass on `b` rows."""
     (n, d), *_ = layers
     return 2 * b * (3 * sum(n * d for n, d in layers) - n * d)
 
 
 def locoprop_flop(layers: Layers, b: int, T: int) -> int:
-    """Return those of a step with T iterations on the rows, the first from BackProp's gradient."""
+    """Return the operations of a LocoProp step with T iterations on `b` rows.
+
+    The first iteration uses BackProp's gradient and needs no product.
+    """
     return backprop_flop(layers, b) + 4 * (T - 1) * b * sum(n * d for n, d in layers)
 
 
 def gram_flop(layers: Layers, b: int, T: int) -> int:
-    """Return those of LocoProp-S, where each layer iterates through XᵀX if that is less work."""
+    """Return the operations of a LocoProp-S step; layers use XᵀX where that needs fewer."""
     total = backprop_flop(layers, b)
     for n, d in layers:
         if saves_work(b, d, n, T - 1):
@@ -42,13 +46,20 @@ def gram_flop(layers: Layers, b: int, T: int) -> int:
 
 
 class Gemms:
-    """The matrix products of a LocoProp-M step and nothing else, into memory that is there already."""
+    """The matrix products of a LocoProp-M step alone, written to memory that is already allocated.
+
+    Args:
+        layers: numbers of inputs and outputs of every layer.
+        b: rows.
+        T: local iterations.
+        device: `cpu` or `cuda`.
+    """
 
     def __init__(self, layers: Layers, b: int, T: int, device: str = "cpu") -> None:
         numbers = torch.Generator().manual_seed(0)
 
         def drawn(rows: int, columns: int) -> Tensor:
-            """Of a size that keeps products of products far from overflow and from denormals."""
+            """Return random numbers whose repeated products neither overflow nor become denormal."""
             return (torch.randn(rows, columns, generator=numbers) / columns**0.5).to(device)
 
         widths = [layers[0][0], *(d for _, d in layers)]
@@ -60,7 +71,7 @@ class Gemms:
         self.pre_activations = [torch.empty(b, d, device=device) for _, d in layers]
 
     def __call__(self) -> None:
-        """Compute them all: forward, backward, then layer by layer, as LocoProp's step does."""
+        """Compute all products in the order of a LocoProp step: forward, backward, local iterations."""
         for index, weight in enumerate(self.weights):
             torch.mm(self.inputs[index], weight.mT, out=self.inputs[index + 1])
         for index, weight in reversed(list(enumerate(self.weights))):

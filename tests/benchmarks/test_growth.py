@@ -1,4 +1,4 @@
-"""Growth: one thing varied at a time, formulas that meet the base, and a figure from a file."""
+"""Growth: one number is varied at a time, formulas equal the base, figures come from a file."""
 
 import json
 from dataclasses import asdict
@@ -17,7 +17,7 @@ RANGES = {"batch": (5, 10, 20), "width": (4, 8), "depth": (4, 8), "T": (1, 2)}
 
 
 def by_table_1(config: RunConfig) -> costs.Cost:
-    """A machine that takes just what Table 1 says, and BackProp's own besides."""
+    """Return the cost on an imaginary machine: that of Table 1, plus a constant for BackProp."""
     layers, b = costs.layers_of(config.model), config.batch_size
     T = int(config.settings.get("local_steps", 10))
     operations = costs.computation_formula(config.method, layers, b, T)

@@ -1,4 +1,4 @@
-"""How the kernels' work is divided: what can be told without a GPU."""
+"""Tile sizes of the kernels: the parts of the benchmark that need no GPU."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def test_what_is_no_parts(text: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu() -> None:
-    with pytest.raises(SystemExit, match="no GPU"):
+    with pytest.raises(SystemExit, match="needs a GPU"):
         parts.main([])
 
 

@@ -1,4 +1,4 @@
-"""The loop that is written by hand is LocoProp-M: with the same solver it goes the same way as ours."""
+"""The simple loop over layers equals `LocoProp` with variant locoprop-m and the same solver."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The time of a population's step, measured on something tiny."""
+"""The benchmark of populations, run on a tiny model."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_it_is_measured_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_operations_per_second(tmp_path: Path) -> None:
-    """Three members, of 12-8-3-8-12 with 20 rows, at T = 10: 21 units a layer but one."""
+    """At T = 10 every layer has 21 units, the first one 20; there are three members and 20 rows."""
     out = tmp_path / "population.json"
     population.main([*TINY, "--device", "cpu", "--methods", "locoprop-m", "--out", str(out)])
     (row,) = json.loads(out.read_text())["rows"]

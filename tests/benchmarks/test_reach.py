@@ -1,4 +1,4 @@
-"""When a run passed a loss: by the mean of its seeds, in seconds where its method was timed."""
+"""The epoch in which the mean of a method's seeds passed a loss, in seconds if it was timed."""
 
 from pathlib import Path
 

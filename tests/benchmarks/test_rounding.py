@@ -1,4 +1,4 @@
-"""Products of rounded factors: which they are, and by how much they are off."""
+"""Products with rounded factors: which ones are rounded, and how large the error is."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def test_only_what_is_asked_for_is_rounded(which: str) -> None:
 @pytest.mark.parametrize("too", [False, True])
 def test_the_gradient_of_biases_is_exact_unless_it_is_asked_for(too: bool) -> None:
     rows, moved = torch.randn(500, 300), torch.randn(40, 304)
-    square = torch.zeros(304, 304)  # the last of [X 1]ᵀ[X 1], and what fills it up to a multiple
+    square = torch.zeros(304, 304)  # [X 1]ᵀ[X 1], padded to a multiple of eight columns
     square[:301, :301] = square_of(torch.cat([rows, torch.ones(500, 1)], 1))
     with rounding.Rounded(["iterations", "bias"] if too else ["iterations"]):
         found = product(moved, square)

@@ -1,4 +1,4 @@
-"""A run that is watched: its first and last steps, its memory, and its denormal numbers."""
+"""The benchmark of long runs: times of the first and last steps, memory, denormal numbers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Steps are timed over whole cycles; tables come from files; what is not installed says how to be."""
+"""Steps: whole cycles are timed, tables come from files, missing packages are named."""
 
 import json
 import sys
@@ -46,7 +46,7 @@ def test_a_run_writes_what_its_table_is_made_of(
     steps.main([*TINY, "--methods", *keys, "adamw", "rmsprop", "--out", str(path)])
     printed = capsys.readouterr().out
     rows = {row["key"]: row for row in json.loads(path.read_text())["models"]["6-4-2"]}
-    assert "locoprop-m-eager" not in rows  # there is no graph to do without on a CPU
+    assert "locoprop-m-eager" not in rows  # a row for GPUs only
     assert rows["products"]["counted_gflop"] == pytest.approx(rows["products"]["needed_gflop"])
     assert rows["sgd"]["counted_gflop"] == pytest.approx(rows["sgd"]["needed_gflop"])
     for key in ("sgd", "locoprop-m", "locoprop-s", "per-layer", "adamw", "rmsprop"):
@@ -54,7 +54,7 @@ def test_a_run_writes_what_its_table_is_made_of(
         assert row["loop_ms"] >= row["optimizer_ms"] > 0
         assert row["graph_ms"] is None
         assert row["peak_mib"] > 0
-    # Nothing may be measured for the table of a file.
+    # The table of a file must not measure anything.
     monkeypatch.setattr(steps, "measured", None)
     steps.main(["--show", str(path)])
     assert capsys.readouterr().out.strip().endswith(printed.strip())

@@ -1,4 +1,4 @@
-"""The timeline of a step: what can be told without a GPU."""
+"""The timeline of a step: the parts of the benchmark that need no GPU."""
 
 import json
 from pathlib import Path
@@ -55,10 +55,10 @@ def test_what_is_known_is_shown_and_drawn(
 
 
 def test_all_iterations_are_there() -> None:
-    """Two kernels in each of nine, of seven layers, and one of the code's."""
+    """Nine iterations have two kernels in each of seven layers, and one kernel in the code layer."""
     for path in KNOWN:
         names = [kernel[0] for kernel in json.loads(path.read_text())["kernels"]]
-        squares = 1  # XᵀX of the code's inputs is by the same kernel
+        squares = 1  # the same kernel computes XᵀX of the code layer's inputs
         assert names.count("residual") == 7 * 9 + squares
         assert names.count("step") == 8 * 9
 

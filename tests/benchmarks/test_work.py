@@ -1,4 +1,4 @@
-"""The floor computes just the products that LocoProp-M's step takes, by count and by formula."""
+"""The timed matrix products are exactly those of a LocoProp-M step, by count and by formula."""
 
 from itertools import pairwise
 
@@ -50,5 +50,5 @@ def test_the_products_are_those_of_the_network() -> None:
     y = x @ first.mT
     torch.testing.assert_close(products.inputs[2], y @ second.mT)
     torch.testing.assert_close(products.gradients[1], g @ second)
-    # The last weight gradient is that of the local iterations, at unchanged weights.
+    # The last local iteration overwrote the weight gradient; the weights did not change.
     torch.testing.assert_close(products.weight_gradients[1], (y @ second.mT).mT @ y)
