@@ -14,7 +14,7 @@ export GOMP_SPINCOUNT ?= 1000
 CORES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench clean
+.PHONY: help demo test check docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,9 @@ check: $(STAMP) ## lint, format, types, then all tests: what a change has to pas
 	$(BIN)/mypy --strict src
 	$(MAKE) --no-print-directory test
 
+docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
+
 bench: $(STAMP) $(PEERS) ## time LocoProp beside its matrix products and other optimizers, draw its growth
 	$(BIN)/python -m benchmarks.steps --device cpu --threads 2 --out $(BENCH)/steps.json --figure $(BENCH)/steps.png
 	$(BIN)/python -m benchmarks.steady --threads 2 --out $(BENCH)/steady.json
@@ -39,7 +42,7 @@ bench: $(STAMP) $(PEERS) ## time LocoProp beside its matrix products and other o
 		--out $(BENCH)/growth.json --figure $(BENCH)/growth.png
 
 clean: ## remove the environment, caches and outputs
-	rm -rf $(VENV) dist build runs .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build runs docs/_build docs/auto_gallery .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted installation is taken up again by the next call.

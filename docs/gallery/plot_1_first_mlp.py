@@ -1,0 +1,136 @@
+"""
+A first MLP: an autoencoder
+===========================
+
+Train a small deep autoencoder with LocoProp and with Adam, and compare them by the epoch and by the
+clock. The images are generated: each shows one smooth stroke of 28 × 28 pixels.
+"""
+
+import time
+from collections.abc import Callable
+
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from torch_locoprop import LocoProp
+from torch_locoprop.study.data.curves import curves
+
+train_images, test_images = curves(1000, seed=0), curves(500, seed=1)
+
+# %%
+# The model and the loss
+# ----------------------
+# The code layer of 8 units is linear; all other hidden layers have a tanh. The model returns
+# logits. The sigmoid is inside the loss, which sums over the pixels and averages over the images.
+
+
+def autoencoder() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(784, 128),
+        nn.Tanh(),
+        nn.Linear(128, 32),
+        nn.Tanh(),
+        nn.Linear(32, 8),
+        nn.Linear(8, 32),
+        nn.Tanh(),
+        nn.Linear(32, 128),
+        nn.Tanh(),
+        nn.Linear(128, 784),
+    )
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            nn.init.xavier_uniform_(layer.weight)
+    return model
+
+
+def loss_fn(logits: Tensor, images: Tensor) -> Tensor:
+    loss = nn.functional.binary_cross_entropy_with_logits(logits, images, reduction="sum")
+    return loss / len(images)
+
+
+# %%
+# The training loop
+# -----------------
+# The loop is the ordinary one. Both optimizers get the same initial weights, the same batches and
+# the same schedule: a warm-up over a tenth of the steps, then a linear decay.
+
+
+def train(
+    make: Callable[[nn.Module], Optimizer], epochs: int
+) -> tuple[nn.Module, list[float], float]:
+    model = autoencoder()
+    optimizer = make(model)
+    steps, shuffle = epochs * 10, torch.Generator().manual_seed(0)
+    schedule = LambdaLR(optimizer, lambda n: min((n + 1) / (0.1 * steps), (1 - n / steps) / 0.9))
+    losses, seconds = [], 0.0
+    for _ in range(epochs):
+        began = time.perf_counter()
+        for rows in torch.randperm(1000, generator=shuffle).split(100):
+            loss = loss_fn(model(train_images[rows]), train_images[rows])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        seconds += time.perf_counter() - began
+        with torch.no_grad():
+            losses.append(loss_fn(model(train_images), train_images).item())
+    return model, losses, seconds
+
+
+# %%
+# LocoProp detects the tanh behind each layer in the first step. The sigmoid is inside a loss of our
+# own, so we name it: ``output_transfer="sigmoid"``. For one of PyTorch's losses, pass ``loss_fn=``
+# instead.
+
+
+def locoprop(model: nn.Module) -> LocoProp:
+    return LocoProp(model, lr=1e-3, gamma=10.0, momentum=0.9, output_transfer="sigmoid")
+
+
+runs = {
+    "LocoProp-M, 12 epochs": train(locoprop, 12),
+    "Adam, 12 epochs": train(lambda model: Adam(model.parameters(), lr=0.003), 12),
+    "Adam, 60 epochs": train(lambda model: Adam(model.parameters(), lr=0.006), 60),
+}
+
+# %%
+# What came of it
+# ---------------
+# At equal epochs LocoProp-M ends far lower: in 12 epochs Adam has learned little more than the mean
+# image. One step of LocoProp-M does about seven times the arithmetic of one of Adam's, so Adam also
+# gets five times as many epochs. That takes it most of the way, in a similar time.
+#
+# The settings are the best of a few by the train loss: of 15 combinations of ``lr`` and ``gamma``
+# for LocoProp-M, of nine learning rates for Adam with 12 epochs and of four with 60.
+
+print(f"{'':<22}  train   test  seconds")
+for name, (model, losses, seconds) in runs.items():
+    with torch.no_grad():
+        test = loss_fn(model(test_images), test_images).item()
+    print(f"{name:<22}  {losses[-1]:5.1f}  {test:5.1f}  {seconds:7.1f}")
+
+figure, (by_epoch, pictures) = plt.subplots(1, 2, figsize=(10, 4), width_ratios=(3, 2))
+for name, (_, losses, _) in runs.items():
+    by_epoch.plot(range(1, len(losses) + 1), losses, label=name)
+by_epoch.set(xlabel="epoch", ylabel="train loss", ylim=(100, 220))
+by_epoch.legend()
+shown = test_images[:6]
+with torch.no_grad():
+    rows = torch.stack([shown, *(model(shown).sigmoid() for model, _, _ in runs.values())])
+grid = rows.view(4, 6, 28, 28).transpose(1, 2).reshape(4 * 28, 6 * 28)
+pictures.imshow(grid.numpy(), cmap="gray")
+pictures.set(xticks=[], yticks=[n * 28 + 14 for n in range(4)])
+pictures.set_yticklabels(["test images", "LocoProp-M", "Adam, 12", "Adam, 60"])
+figure.tight_layout()
+
+# %%
+# ``summary()`` shows how each layer is trained: its transfer, and the variant of its local problem.
+
+optimizer = locoprop(model := autoencoder())
+loss_fn(model(train_images[:100]), train_images[:100]).backward()
+optimizer.step()
+print(optimizer.summary())
