@@ -1,13 +1,13 @@
-"""TensorFlow's first-order methods as optimizers of their own."""
+"""The first-order baselines follow TensorFlow's formulas."""
 
 from __future__ import annotations
 
-import io
 import math
 from typing import Any
 
 import pytest
 import torch
+from baselines.checks import backward, check_resumes, train
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch_locoprop import LocoProp
 from torch_locoprop.baselines import SGD, Adagrad, Adam, Momentum, Nesterov, RMSProp
 
-# the optimizer, the name of the solver, and settings that all differ from the defaults
+# The optimizer, the name of the solver, and settings that all differ from the defaults.
 CASES: list[tuple[Any, str, dict[str, float]]] = [
     (SGD, "sgd", {"lr": 0.1}),
     (Momentum, "momentum", {"lr": 0.1, "momentum": 0.8}),
@@ -28,7 +28,7 @@ EACH = pytest.mark.parametrize(("cls", "name", "options"), CASES, ids=[c[1] for 
 
 
 def by_hand(name: str, gradients: list[float], o: dict[str, float]) -> float:
-    """The sum of the steps, written out in plain numbers from TensorFlow's documentation."""
+    """Return the sum of the steps, computed with Python numbers from TensorFlow's documentation."""
     w = m = 0.0
     v = {"adagrad": o.get("eps", 0.0), "rmsprop": 1.0}.get(name, 0.0)
     for t, g in enumerate(gradients, start=1):
@@ -55,18 +55,6 @@ def by_hand(name: str, gradients: list[float], o: dict[str, float]) -> float:
     return w
 
 
-def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> list[Tensor]:
-    losses = []
-    for step in steps:
-        x = batch(8, 6, seed=step % 4)
-        loss = cross_entropy(model(x), x[:, :3])
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.detach())
-    return losses
-
-
 @EACH
 def test_recursion_by_hand(cls: Any, name: str, options: dict[str, float]) -> None:
     gradients = [2.0, -1.0, 0.5, 0.0, 3.0]
@@ -80,7 +68,7 @@ def test_recursion_by_hand(cls: Any, name: str, options: dict[str, float]) -> No
 
 @EACH
 def test_equal_to_one_local_iteration(cls: Any, name: str, options: dict[str, float]) -> None:
-    """``LocoProp(local_steps=1, gamma=1)`` is BackProp with the solver, weight decay included."""
+    """``LocoProp(local_steps=1, gamma=1)`` is BackProp with that solver, including weight decay."""
     model, other = network(), network()
     opt = cls(model.parameters(), weight_decay=0.1, **options)
     local = LocoProp(
@@ -94,21 +82,12 @@ def test_equal_to_one_local_iteration(cls: Any, name: str, options: dict[str, fl
 
 @EACH
 def test_resumed_run_is_bit_identical(cls: Any, name: str, options: dict[str, float]) -> None:
-    model = network()
-    opt = cls(model.parameters(), **options)
-    train(model, opt, range(4))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    train(model, opt, range(4, 8))
-
-    file.seek(0)
-    saved = torch.load(file)
-    resumed = network(seed=7)
-    other = cls(resumed.parameters(), lr=0.5)
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["opt"])
-    train(resumed, other, range(4, 8))
-    assert_close(weights(model), weights(resumed), 0.0)
+    check_resumes(
+        lambda model: cls(model.parameters(), **options),
+        lambda model: cls(model.parameters(), lr=0.5),
+        before=4,
+        after=4,
+    )
 
 
 @EACH
@@ -158,29 +137,22 @@ def test_cyclic_schedules_move_momentum_too() -> None:
 def test_closure_is_evaluated_with_gradients() -> None:
     model, other = network(), network()
     opt = Adam(model.parameters())
-    x = batch(8, 6, seed=0)
 
     def closure() -> Tensor:
         opt.zero_grad()
-        loss = cross_entropy(model(x), x[:, :3])
-        loss.backward()
-        return loss
+        return backward(model, seed=0)
 
     with torch.no_grad():
         loss = opt.step(closure)
     expected = train(other, Adam(other.parameters()), range(1))
-    assert_close([loss.detach()], expected)
+    assert_close([loss], expected)
     assert_close(weights(model), weights(other))
 
 
 def test_zeroing_gradients_in_place_leaves_the_state_alone() -> None:
     model, other = network(), network()
     opt, reference = Momentum(model.parameters()), Momentum(other.parameters())
-    for step in range(3):
-        x = batch(8, 6, seed=step)
-        cross_entropy(model(x), x[:, :3]).backward()
-        opt.step()
-        opt.zero_grad(set_to_none=False)
+    train(model, opt, range(3), set_to_none=False)
     train(other, reference, range(3))
     assert_close(weights(model), weights(other), 0.0)
 

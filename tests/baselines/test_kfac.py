@@ -1,9 +1,8 @@
-"""K-FAC against dense matrices: factors from the recorded rows, Kronecker products written out."""
+"""K-FAC equals a dense computation with explicit Kronecker products."""
 
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from itertools import pairwise
 from typing import Any
@@ -11,28 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from baselines.checks import backward, check_learns, check_resumes, saved_and_loaded, train
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from torch_locoprop.baselines import KFAC
 from torch_locoprop.baselines.kfac import clip_scale, damped_factors
-
-
-def backward(model: nn.Module, seed: int = 1, rows: int = 7) -> Tensor:
-    x = batch(rows, 6, seed=seed)
-    loss = cross_entropy(model(x), x[:, :3])
-    loss.backward()
-    return loss.detach()
-
-
-def train(model: nn.Module, opt: KFAC, steps: range) -> list[Tensor]:
-    losses = []
-    for step in steps:
-        losses.append(backward(model, seed=step % 4))
-        opt.step()
-        opt.zero_grad()
-    return losses
 
 
 def make(**options: Any) -> tuple[nn.Sequential, KFAC]:
@@ -42,7 +26,7 @@ def make(**options: Any) -> tuple[nn.Sequential, KFAC]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype) -> None:
-    """The factors are inverted as in float32, to their own rounding."""
+    """Half-precision factors are inverted in float32; only the result is rounded."""
     model = network().to(dtype)
     opt = KFAC(model, lr=0.02, damping=0.1, output_transfer="sigmoid")
     x = batch(7, 6).to(dtype)
@@ -56,7 +40,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def dense_direction(a: Tensor, d: Tensor, joint: Tensor, damping: float) -> Tensor:
-    """``(A_damped ⊗ D_damped)⁻¹ vec(G)``: vec stacks the columns of G ``[d, n(+1)]``."""
+    """Return ``(A_damped ⊗ D_damped)⁻¹ vec(G)``; vec stacks the columns of G ``[d, n(+1)]``."""
     pi = ((a.trace() / len(a)) / (d.trace() / len(d))).sqrt()
     a = a + pi * damping**0.5 * torch.eye(len(a)).double()
     d = d + damping**0.5 / pi * torch.eye(len(d)).double()
@@ -65,7 +49,7 @@ def dense_direction(a: Tensor, d: Tensor, joint: Tensor, damping: float) -> Tens
 
 
 def recorded(opt: KFAC, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """This batch's A and D of one layer, and its joint gradient ``[W b]``."""
+    """Return A and D of one layer for this batch, and the gradient of ``[W b]``."""
     served = opt._layers[layer]
     x, g = served.calls[0].x, served.calls[0].sampled
     columns = [x.reshape(-1, x.shape[-1])]
@@ -79,7 +63,7 @@ def recorded(opt: KFAC, layer: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def joints(model: nn.Sequential) -> list[Tensor]:
-    """``[W b]`` of every layer."""
+    """Return ``[W b]`` of every layer."""
     layers = [m for m in model if isinstance(m, nn.Linear)]
     return [
         torch.cat([m.weight] + ([] if m.bias is None else [m.bias[:, None]]), 1).detach().clone()
@@ -105,7 +89,7 @@ def test_one_step_is_the_dense_kronecker_solve(bias: bool, output_transfer: str)
 
 
 def test_the_rows_of_d_are_gradients_for_labels_drawn_from_the_model() -> None:
-    """Read the drawn labels off the output layer; autograd with them gives every other layer's g."""
+    """The output layer's rows give the drawn labels; autograd with them gives all other layers' g."""
     model, opt = make()
     backward(model)
     sampled = [layer.sampled() for layer in opt._layers]
@@ -124,7 +108,7 @@ def test_the_rows_of_d_are_gradients_for_labels_drawn_from_the_model() -> None:
 
 
 def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> None:
-    """Thirty steps of a dense re-implementation; the inverses of step 20 serve until 27."""
+    """Thirty steps equal a dense implementation; the inverses of step 20 are used until step 27."""
     lr, momentum, decay, damping, every, shrink = 0.02, 0.5, 0.8, 0.1, 9, 0.1
     model, opt = make(
         lr=lr, momentum=momentum, decay=decay, damping=damping, every=every, weight_decay=shrink
@@ -157,7 +141,7 @@ def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> 
 
 
 def test_rows_of_several_calls_and_of_sequences_count_alike() -> None:
-    """Two batches accumulated, or one batch of sequences: A and D average over all rows."""
+    """A and D are means over all rows of two accumulated batches, or of one batch of sequences."""
     model, opt = make()
     x = batch(4, 3, 6)
     cross_entropy(model(x), x[..., :3]).backward()
@@ -177,7 +161,7 @@ def test_rows_of_several_calls_and_of_sequences_count_alike() -> None:
 
 
 def test_factored_damping() -> None:
-    """The product is the Fisher plus λI and cross terms; π balances the factors' mean diagonals."""
+    """The product is the Fisher matrix plus λI and cross terms; π equalises the mean diagonals."""
     roots = batch(4, 4), batch(3, 3, seed=2)
     a, d = (root @ root.mT for root in roots)
     damped_a, damped_d = damped_factors(a, d, 0.01)
@@ -197,7 +181,7 @@ def test_a_layer_without_gradients_is_damped_by_the_identity() -> None:
 
 
 def test_clip_bounds_the_step_in_the_fisher_norm() -> None:
-    """All layers shrink by the one ν that makes ``lr² ν² Σ⟨v, G⟩`` the bound itself."""
+    """All layers' steps are scaled by the same ν, for which ``lr² ν² Σ⟨v, G⟩`` equals the bound."""
     clip, lr = 1e-4, 0.5
     plain, free = make(lr=lr)
     clipped, bound = make(lr=lr, clip=clip)
@@ -248,7 +232,7 @@ def test_linear_regression_converges_in_a_few_steps_whatever_the_conditioning() 
 
 
 def test_a_step_does_not_depend_on_how_the_inputs_are_scaled() -> None:
-    """Affine reparametrisation of a layer's input: the natural gradient gives the same function."""
+    """The natural gradient is invariant under an affine map of a layer's inputs."""
     transform = torch.diag(torch.tensor([1e-2, 1.0, 30.0, 5.0, 0.3, 2.0]).double())
     x = batch(40, 6)
     outputs = []
@@ -269,16 +253,8 @@ def test_a_step_does_not_depend_on_how_the_inputs_are_scaled() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"every": 5}, {"clip": 1e-2, "lr": 1.0}], ids=str)
 def test_loss_falls_on_an_autoencoder(options: dict[str, Any]) -> None:
-    model = network(sizes=(12, 8, 3, 8, 12))
-    opt = KFAC(model, **{"lr": 0.05, "output_transfer": "sigmoid", **options})
-    x = (batch(64, 12) < batch(64, 1, seed=2)).double()
-    losses = []
-    for _ in range(60):
-        losses.append(cross_entropy(model(x), x))
-        losses[-1].backward()
-        opt.step()
-        opt.zero_grad()
-    assert losses[-1] < 0.8 * losses[0]
+    given = {"lr": 0.05, "output_transfer": "sigmoid", **options}
+    check_learns(lambda model: KFAC(model, **given))
 
 
 # ---- torch.optim's contract ------------------------------------------------------------------------
@@ -286,20 +262,12 @@ def test_loss_falls_on_an_autoencoder(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"every": 3, "clip": 1e-3, "weight_decay": 0.1}], ids=str)
 def test_resumed_run_is_bit_identical(options: dict[str, Any]) -> None:
-    model, opt = make(**options)
-    train(model, opt, range(22))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    train(model, opt, range(22, 28))
-
-    file.seek(0)
-    saved = torch.load(file)  # weights_only=True is the default: tensors, numbers, strings
-    resumed = network(seed=7)
-    other = KFAC(resumed, lr=3.0, output_transfer="sigmoid")
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["opt"])
-    train(resumed, other, range(22, 28))
-    assert_close(weights(model), weights(resumed), 0.0)
+    check_resumes(
+        lambda model: KFAC(model, lr=0.1, output_transfer="sigmoid", **options),
+        lambda model: KFAC(model, lr=3.0, output_transfer="sigmoid"),
+        before=22,  # beyond the first steps, which always compute the inverses
+        after=6,
+    )
 
 
 @pytest.mark.parametrize("copier", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
@@ -379,7 +347,7 @@ def test_labels_differ_from_step_to_step() -> None:
 
 
 def test_parts_of_the_model_called_by_themselves() -> None:
-    """Without the model's output there is nothing to draw labels from."""
+    """If only parts of the model are called, no labels can be drawn from its output."""
     model, opt = make()
     (model[0](batch(7, 6)).square().sum()).backward()
     with pytest.raises(RuntimeError, match=r"No Fisher matrix was sampled for layer '0'"):
@@ -396,7 +364,7 @@ def test_parts_of_the_model_called_by_themselves() -> None:
 
 
 def test_frozen_tensors_stay_and_factors_follow() -> None:
-    """With the bias frozen, the layer's Fisher is that of its weight alone."""
+    """With a frozen bias, the layer's Fisher matrix is that of its weight alone."""
     model, opt = make(damping=0.02, momentum=0.0)
     train(model, opt, range(2))
     model[0].bias.requires_grad_(False)
@@ -440,10 +408,7 @@ def test_the_fallback_trains_the_rest_exactly_as_it_would_alone() -> None:
 def test_resume_and_schedules_with_a_fallback() -> None:
     model, opt = with_norm()
     train(model, opt, range(3))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file)
+    saved = saved_and_loaded(model, opt)
     resumed, other = with_norm(lr=0.7)
     resumed.load_state_dict(saved["model"])
     other.load_state_dict(saved["opt"])

@@ -1,13 +1,13 @@
-"""Shampoo against dense matrix powers by SciPy, in float64."""
+"""Shampoo equals a computation with SciPy's matrix powers in float64."""
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import scipy.linalg
 import torch
+from baselines.checks import check_learns, check_resumes, train
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
@@ -23,7 +23,7 @@ def signed(*shape: int, seed: int) -> Tensor:
 
 
 def power(matrix: Tensor, exponent: float, eps: float = EPS) -> Tensor:
-    """``(M + eps λ_max I)^exponent``."""
+    """Return ``(M + eps λ_max I)^exponent``."""
     ridge = eps * torch.linalg.matrix_norm(matrix, 2) * torch.eye(len(matrix)).double()
     return torch.from_numpy(
         scipy.linalg.fractional_matrix_power((matrix + ridge).numpy(), exponent)
@@ -46,7 +46,7 @@ def test_half_precision(dtype: torch.dtype) -> None:
 
 
 def weighted(values: list[Tensor], decay: float | None) -> Tensor:
-    """The sum, or the average with weights βᵗ⁻ˢ."""
+    """Return the sum, or the average with weights βᵗ⁻ˢ."""
     if decay is None or decay == 1:
         return torch.stack(values).sum(0)
     factors = [decay ** (len(values) - 1 - s) for s in range(len(values))]
@@ -63,7 +63,7 @@ def simpler(gradients: list[Tensor], grafting: str | None, decay: float | None) 
 
 
 def run(w: nn.Parameter, opt: Shampoo, gradients: list[Tensor]) -> list[Tensor]:
-    """The displacement of each step."""
+    """Return the displacement of each step."""
     moves = []
     for g in gradients:
         before = w.detach().clone()
@@ -139,7 +139,7 @@ def test_large_sides_have_no_preconditioner() -> None:
 
 
 def test_whitening() -> None:
-    """One gradient, no ridge to speak of: ``L^(−1/4) G R^(−1/4)`` is U Vᵀ of its SVD."""
+    """For one gradient and a tiny eps, ``L^(−1/4) G R^(−1/4)`` is U Vᵀ of its SVD."""
     g = signed(4, 4, seed=1)
     w = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
     move = run(w, Shampoo([w], lr=1.0, eps=1e-14, grafting=None), [g])[0]
@@ -158,7 +158,7 @@ def test_inverse_root_is_batched_and_survives_rank_deficiency(root: int) -> None
 
 
 def test_zero_gradients_move_nothing_and_do_no_harm() -> None:
-    """As in a layer of dead units: the roots of zero statistics are the identity."""
+    """A layer of dead units has zero statistics, whose inverse roots are the identity."""
     assert_close([inverse_root(torch.zeros(3, 3), 4, EPS)], [torch.eye(3)])
     for grafting in ("rmsprop", "adagrad", "sgd", None):
         w = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
@@ -170,7 +170,7 @@ def test_zero_gradients_move_nothing_and_do_no_harm() -> None:
 
 
 def test_average() -> None:
-    """As Adam's: an average from zero, divided by 1 − βᵗ."""
+    """The average equals Adam's: a running average from zero, divided by 1 − βᵗ."""
     values = [signed(2, seed=s) for s in range(4)]
     running, raw = None, torch.zeros(2).double()
     for t, value in enumerate(values, start=1):
@@ -192,37 +192,21 @@ def test_weight_decay_shrinks_matrices_and_spares_vectors() -> None:
 # ---- torch.optim's contract ------------------------------------------------------------------------
 
 
-def train(model: nn.Module, opt: torch.optim.Optimizer, steps: range) -> None:
-    for step in steps:
-        x = batch(8, 6, seed=step)
-        cross_entropy(model(x), x[:, :3]).backward()
-        opt.step()
-        opt.zero_grad(set_to_none=False)
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"every": 3}, {"grafting": "sgd"}, {"grafting": None, "decay": None}], ids=str
 )
 def test_resumed_run_is_bit_identical(options: dict[str, Any]) -> None:
-    model = network()
-    opt = Shampoo(model.parameters(), lr=1e-2, **options)
-    train(model, opt, range(5))
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    train(model, opt, range(5, 10))
-
-    file.seek(0)
-    saved = torch.load(file)
-    resumed = network(seed=7)
-    other = Shampoo(resumed.parameters())
-    resumed.load_state_dict(saved["model"])
-    other.load_state_dict(saved["opt"])
-    train(resumed, other, range(5, 10))
-    assert_close(weights(model), weights(resumed), 0.0)
+    check_resumes(
+        lambda model: Shampoo(model.parameters(), lr=1e-2, **options),
+        lambda model: Shampoo(model.parameters()),
+        before=5,
+        after=5,
+        set_to_none=False,
+    )
 
 
 def test_gradients_are_not_kept_in_the_state() -> None:
-    """Zeroed in place or set to None: the same path, so nothing in the state is the gradient."""
+    """Gradients zeroed in place or set to None give the same weights: no state is a gradient."""
     paths = []
     for set_to_none in (True, False):
         model = network()
@@ -268,16 +252,7 @@ def test_schedulers_move_lr_and_momentum_and_groups_differ() -> None:
     ids=str,
 )
 def test_loss_falls_on_an_autoencoder(options: dict[str, Any]) -> None:
-    model = network(sizes=(12, 8, 3, 8, 12))
-    opt = Shampoo(model.parameters(), **{"lr": 3e-3, **options})
-    x = (batch(64, 12) < batch(64, 1, seed=2)).double()
-    losses = []
-    for _ in range(60):
-        losses.append(cross_entropy(model(x), x))
-        losses[-1].backward()
-        opt.step()
-        opt.zero_grad()
-    assert losses[-1] < 0.8 * losses[0]
+    check_learns(lambda model: Shampoo(model.parameters(), **{"lr": 3e-3, **options}))
 
 
 @pytest.mark.parametrize(
