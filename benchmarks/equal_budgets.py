@@ -316,11 +316,14 @@ def main(arguments: list[str] | None = None) -> None:
     elif options.around or options.winners:
         content = read_trials(options.folder)
         for method in options.methods:
-            if options.winners:
+            if not any(line["method"] == method and not line["diverged"] for line in results):
+                print(f"{method}: no trial has come to its end yet")
+            elif options.winners:
                 found = winners(content, results, method, options.winners)
+                add_trials(options.folder, content, found)
             else:
                 found = around(content, results, method, options.trials)
-            add_trials(options.folder, content, found)
+                add_trials(options.folder, content, found)
     else:
         draw(options.folder, options.methods, options.trials)
 

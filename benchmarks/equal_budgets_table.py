@@ -7,6 +7,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.equal_budgets_trials import best_of, position, space_of
+from torch_locoprop.study.methods.search_space import Span
 
 EDGE = 0.05
 """A setting in this part of its space, at either end, counts as one at the edge."""
@@ -36,14 +37,13 @@ def table(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> s
 
 def edges(content: Mapping[str, Any], settings: Mapping[str, Any], method: str) -> list[str]:
     """Return the settings that are at an end of the method's space, or outside of it."""
-    places = {
-        name: position(settings[name], domain) for name, domain in space_of(content, method).items()
-    }
-    return [
-        f"{name} ({'low' if place < 0.5 else 'high'})"
-        for name, place in places.items()
-        if not EDGE < place < 1 - EDGE
-    ]
+    found = []
+    for name, domain in space_of(content, method).items():
+        place = position(settings[name], domain)
+        if not EDGE < place < 1 - EDGE:
+            reversed_ends = isinstance(domain, Span) and domain.of_rest
+            found.append(f"{name} ({'high' if (place > 0.5) != reversed_ends else 'low'})")
+    return found
 
 
 def _row(
