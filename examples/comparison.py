@@ -98,14 +98,14 @@ class Comparison:
 
     # ---- timing ----
 
-    def timings(self, anew: bool = False) -> Record:
+    def timings(self, again: bool = False) -> Record:
         """Return the time and memory of a step of each method; measure them if they are unknown.
 
         Args:
-            anew: measure even if the folder has measurements of this machine.
+            again: measure even if the folder has measurements of this machine.
         """
         known, here = self.known_timings(), machine.environment(self.device)
-        if known and not anew and all(known[name] == value for name, value in here.items()):
+        if known and not again and all(known[name] == value for name, value in here.items()):
             return known
         length = timing.length(self.steps)
         runs = [
@@ -360,7 +360,7 @@ def main(task: Task, options: argparse.Namespace) -> None:
         Console(),
     )
     if options.time:
-        comparison.timings(anew=True)
+        comparison.timings(again=True)
         return
     if options.search:
         comparison.search()

@@ -47,9 +47,9 @@ def test_what_is_known_is_shown_and_drawn(
     assert len(KNOWN) == 2
     options = ["--show", *map(str, KNOWN), "--figure", str(tmp_path / "timeline.png")]
     timeline.main(options)
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2
-    assert all("kernels" in line for line in told)
+    printed = capsys.readouterr().out.splitlines()
+    assert len(printed) == 2
+    assert all("kernels" in line for line in printed)
     assert (tmp_path / "timeline.png").stat().st_size > 10_000
     assert (tmp_path / "timeline.pdf").exists()
 
