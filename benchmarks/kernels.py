@@ -26,7 +26,7 @@ from benchmarks import step_table
 from benchmarks.options import add_options
 from torch_locoprop.fast.triton.local_iterations import ByRows, Step
 from torch_locoprop.fast.triton.rmsprop import Moving
-from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching
 from torch_locoprop.paper.regularizers import REGULARIZERS
@@ -67,7 +67,7 @@ def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, Moving
     members, d, n, rows = shape
     start = {"weight": drawn(members, d, n), "bias": drawn(members, d)}
     problem = LocalProblem(
-        layer=LinearLayer(), x=drawn(members, rows, n), start=start, fixed={},
+        linear_map=Dense(), x=drawn(members, rows, n), start=start, fixed={},
         backprop={name: drawn(*t.shape) for name, t in start.items()}, target=MirrorDescent(),
         loss=Matching(), transfer=Tanh(), gamma=1.0, eta=NUMBERS.lr,
         regularizer=REGULARIZERS["none"],

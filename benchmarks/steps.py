@@ -31,9 +31,11 @@ from benchmarks import step_table, steps_figure
 from benchmarks.clock import milliseconds, now
 from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
 from benchmarks.options import add_options
+from torch_locoprop.fast.cuda_graph import EAGER_STEPS
 from torch_locoprop.study.figures.memory import peak_bytes
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.machine import environment, matmul_precision
-from torch_locoprop.study.training.step import EAGER_STEPS, TrainingStep
+from torch_locoprop.training_step import TrainingStep
 
 # Steps at the start of a turn on a GPU that are not timed: the other methods have changed which memory
 # is free, so CUDA graphs are recorded again.
@@ -159,10 +161,9 @@ def graphed(contestant: Contestant, task: Task) -> Callable[[], object] | None:
     assert ready.optimizer is not None
     assert ready.model is not None
     assert ready.images is not None
-    step = TrainingStep(ready.model, ready.optimizer, ready.images)
-    step.set_rates([float(group["lr"]) for group in ready.optimizer.param_groups])
-    rows = torch.arange(task.batch, device=task.device)
-    return lambda: step(rows)
+    step = TrainingStep(ready.model, reconstruction_loss, ready.optimizer)
+    images = ready.images[: task.batch]
+    return lambda: step(images, images)
 
 
 def _peak_mib(contestant: Contestant, task: Task) -> float:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast.cuda_streams import lanes
+from torch_locoprop.fast.cuda_streams import side_streams
 from torch_locoprop.paper.gram import saves_work
 
 Layers = Sequence[tuple[int, int]]
@@ -78,7 +78,7 @@ class Gemms:
             self._weight_gradient(self.gradients[index + 1], index)
             if index > 0:
                 torch.mm(self.gradients[index + 1], weight, out=self.gradients[index])
-        with lanes() as lane:
+        with side_streams() as lane:
             for index in range(len(self.weights)):
                 with lane(None):
                     self._local(index)

@@ -42,11 +42,11 @@ class CUDA:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         CUDA.now = self.main = Stream("main")
-        self.own = [Stream(f"lane {i}") for i in range(cuda_streams.LANES)]
-        self.beside = [Stream(f"beside {i}") for i in range(cuda_streams.BESIDE)]
-        monkeypatch.setattr(cuda_streams, "_is_capturing", lambda: True)
-        monkeypatch.setattr(cuda_streams, "_streams", lambda device: self.own)
-        monkeypatch.setattr(cuda_streams, "_streams_beside", lambda device: self.beside)
+        self.own = [Stream(f"lane {i}") for i in range(cuda_streams.MANY_STREAMS)]
+        self.beside = [Stream(f"beside {i}") for i in range(cuda_streams.GRADIENT_STREAMS)]
+        monkeypatch.setattr(cuda_streams, "_is_recording", lambda: True)
+        monkeypatch.setattr(cuda_streams, "_side_streams", lambda device: self.own)
+        monkeypatch.setattr(cuda_streams, "_gradient_streams", lambda device: self.beside)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: CUDA.now)
         monkeypatch.setattr(torch.cuda, "stream", self._inside)

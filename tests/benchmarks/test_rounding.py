@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks import rounding
+from torch_locoprop.fast.cpu_gram import square as square_of
 from torch_locoprop.fast.cpu_onednn import product
-from torch_locoprop.paper.gram import square_of
 from torch_locoprop.study.data.datasets import Dataset
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.fast import cpu_onednn
-from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.fast import cpu_onednn, dispatch
 from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching, PostSquared, Squared
 from torch_locoprop.paper.regularizers import REGULARIZERS
@@ -51,7 +51,7 @@ def problem(
     start = {"weight": 0.3 * drawn(d, n, seed=1)} | ({"bias": drawn(d, seed=2)} if bias else {})
     squared = kind == "squared"
     own = {
-        "layer": LinearLayer(),
+        "linear_map": Dense(),
         "x": drawn(rows, n, seed=3),
         "start": start,
         "fixed": {},
@@ -78,8 +78,8 @@ def solved(of: LocalProblem, solver: str = "rmsprop", numbers: Numbers = NUMBERS
     for _ in range(2):
         given = [*of.start.values(), *(e for state in states.values() for e in state.values())]
         before = [t.clone() for t in given]
-        new, states = SOLVERS[solver].solve(
-            of, states, dict.fromkeys(of.start, numbers), 4, "linear"
+        new, states = dispatch.solve(
+            SOLVERS[solver], of, states, dict.fromkeys(of.start, numbers), 4, "linear"
         )
         assert all(map(torch.equal, given, before))
         entries = [entry for state in states.values() for entry in state.values()]

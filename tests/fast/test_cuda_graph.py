@@ -18,6 +18,7 @@ from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.first_order import Sgd
+from torch_locoprop.stepping.graph_work import work_of
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -44,7 +45,7 @@ class Emulated:
     made = 0
     replayed = 0
 
-    def __init__(self, solve: graphs.Solve) -> None:
+    def __init__(self, solve: Callable[[], Any], priority: int = 0) -> None:
         Emulated.made += 1
         with Operations() as operations:
             self.result = solve()
@@ -326,7 +327,7 @@ def test_another_shape_at_the_same_address_is_another_kind_of_step() -> None:
 
     def key() -> list[object]:
         groups, components = optimizer.param_groups, optimizer._components
-        work = graphs.work_of(trained, groups, components, optimizer.state, 1.0)
+        work = work_of(trained, optimizer._plan, groups, components, optimizer.state, 1.0)
         assert work is not None
         return work.key
 

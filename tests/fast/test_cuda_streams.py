@@ -13,7 +13,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
 
 
 def test_lanes_wait_for_what_came_before_and_all_waits_for_them(cuda: CUDA) -> None:
-    with cuda_streams.lanes() as lane:
+    with cuda_streams.side_streams() as lane:
         for _ in range(2):
             with lane(None):
                 assert CUDA.now is not cuda.main
@@ -23,26 +23,26 @@ def test_lanes_wait_for_what_came_before_and_all_waits_for_them(cuda: CUDA) -> N
 
 def test_a_lane_that_is_used_again_waits_again(cuda: CUDA) -> None:
     """For what was made on the main stream in between, as a population does."""
-    with cuda_streams.lanes() as lane:
-        for _ in range(cuda_streams.LANES + 1):
+    with cuda_streams.side_streams() as lane:
+        for _ in range(cuda_streams.MANY_STREAMS + 1):
             with lane(None):
                 pass
     assert cuda.own[0].waits == ["all of main"] * 2
 
 
 def test_work_that_need_not_wait_longer_than_for_its_mark(cuda: CUDA) -> None:
-    assert cuda_streams.mark() is None
-    with cuda_streams.as_gradients_come():
-        mark = cuda_streams.mark()
+    assert cuda_streams.ready_event() is None
+    with cuda_streams.overlapping_backward():
+        mark = cuda_streams.ready_event()
     assert mark is not None
-    assert cuda_streams.mark() is None
-    with cuda_streams.lanes() as lane, lane(mark):
+    assert cuda_streams.ready_event() is None
+    with cuda_streams.side_streams() as lane, lane(mark):
         pass
     assert cuda.own[0].waits == ["an event of main"]
 
 
 def test_fewer_lanes_where_they_cost_memory(cuda: CUDA) -> None:
-    with cuda_streams.lanes(2) as lane:
+    with cuda_streams.side_streams(2) as lane:
         for _ in range(3):
             with lane(None):
                 pass
@@ -55,32 +55,32 @@ def test_the_stream_of_a_recording_is_never_one_of_its_lanes(
     """Torch has few streams, and may give a recording one of these: all others would wait for it."""
     for now in (cuda.own[0], cuda.beside[0]):
         monkeypatch.setattr(CUDA, "now", now)
-        with cuda_streams.lanes() as lane, lane(None):
+        with cuda_streams.side_streams() as lane, lane(None):
             assert CUDA.now is not now
-        with cuda_streams.as_gradients_come():
-            cuda_streams.open_beside()
-            with cuda_streams.beside():
+        with cuda_streams.overlapping_backward():
+            cuda_streams.enter_gradient_stream()
+            with cuda_streams.on_gradient_stream():
                 assert CUDA.now is not now
 
 
 def test_work_beside_waits_for_what_was_there_and_marks_for_both(cuda: CUDA) -> None:
     g = torch.ones(1)
-    with cuda_streams.as_gradients_come():
-        cuda_streams.open_beside(g)
-        with cuda_streams.beside():
+    with cuda_streams.overlapping_backward():
+        cuda_streams.enter_gradient_stream(g)
+        with cuda_streams.on_gradient_stream():
             assert CUDA.now is cuda.beside[0]
-        mark = cuda_streams.mark()
+        mark = cuda_streams.ready_event()
         assert any(
-            each is g for each in cuda_streams._held
+            each is g for each in cuda_streams._read
         )  # others' memory only when that is read
-        cuda_streams.open_beside()
-        with cuda_streams.beside():
+        cuda_streams.enter_gradient_stream()
+        with cuda_streams.on_gradient_stream():
             assert CUDA.now is cuda.beside[1]
-        cuda_streams.main_alone()
-        with cuda_streams.beside():
+        cuda_streams.leave_gradient_stream()
+        with cuda_streams.on_gradient_stream():
             assert CUDA.now is cuda.main
-        alone = cuda_streams.mark()
-    assert not cuda_streams._held
+        alone = cuda_streams.ready_event()
+    assert not cuda_streams._read
     assert mark is not None
     assert alone is not None
     assert (mark.after, alone.after) == ("beside 0", "main")
@@ -90,34 +90,36 @@ def test_work_beside_waits_for_what_was_there_and_marks_for_both(cuda: CUDA) -> 
 
 
 def test_streams_beside_are_used_again(cuda: CUDA) -> None:
-    with cuda_streams.as_gradients_come():
-        for _ in range(cuda_streams.BESIDE + 1):
-            cuda_streams.open_beside()
-    assert [len(stream.waits) for stream in cuda.beside] == [2] + [1] * (cuda_streams.BESIDE - 1)
+    with cuda_streams.overlapping_backward():
+        for _ in range(cuda_streams.GRADIENT_STREAMS + 1):
+            cuda_streams.enter_gradient_stream()
+    assert [len(stream.waits) for stream in cuda.beside] == [2] + [1] * (
+        cuda_streams.GRADIENT_STREAMS - 1
+    )
 
 
 def test_nothing_is_beside_outside_of_such_a_step(cuda: CUDA) -> None:
-    cuda_streams.open_beside(torch.ones(1))
-    with cuda_streams.beside():
+    cuda_streams.enter_gradient_stream(torch.ones(1))
+    with cuda_streams.on_gradient_stream():
         assert CUDA.now is cuda.main
-    assert not cuda_streams._held
+    assert not cuda_streams._read
 
 
 def test_a_step_that_fails_leaves_nothing_behind(cuda: CUDA) -> None:
     def failing() -> None:
-        with cuda_streams.as_gradients_come():
-            cuda_streams.open_beside(torch.ones(1))
+        with cuda_streams.overlapping_backward():
+            cuda_streams.enter_gradient_stream(torch.ones(1))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         failing()
-    assert not cuda_streams._held
-    with cuda_streams.beside():
+    assert not cuda_streams._read
+    with cuda_streams.on_gradient_stream():
         assert CUDA.now is cuda.main
 
 
 def test_outside_a_recording_there_is_one_stream() -> None:
-    with cuda_streams.as_gradients_come():
-        assert cuda_streams.mark() is None
-    with cuda_streams.lanes() as lane, lane(None):
+    with cuda_streams.overlapping_backward():
+        assert cuda_streams.ready_event() is None
+    with cuda_streams.side_streams() as lane, lane(None):
         pass

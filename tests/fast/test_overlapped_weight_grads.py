@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_streams, overlapped_weight_grads
-from torch_locoprop.layers import linear
-from torch_locoprop.recording.layer_record import ServedLayer
+from torch_locoprop.paper.linear_map import Dense
+from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.study import methods
-from torch_locoprop.study.models.autoencoder import deep_autoencoder
-from torch_locoprop.study.training.step import TrainingStep
+from torch_locoprop.study.models.autoencoder import deep_autoencoder, reconstruction_loss
+from torch_locoprop.training_step import TrainingStep
 
 
 class Twice(nn.Module):
@@ -46,19 +46,19 @@ def trained(
     taken = []
     output = overlapped_weight_grads.output
 
-    def noted(layer: ServedLayer, *args: Any) -> Tensor:
+    def noted(layer: LayerRecord, *args: Any) -> Tensor:
         taken.append(layer.name)
         return output(layer, *args)
 
     monkeypatch.setattr(overlapped_weight_grads, "output", noted)
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: on)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: on)
     torch.manual_seed(0)
     own = model().double()
     backward_passes = settings.pop("backward_passes", 1)
     opt = LocoProp(own, **{"lr": 1e-3, "gamma": 5.0, "weight_decay": 0.3, **settings})
     for _ in range(4):
         x, y = torch.randn(12, 6).double(), torch.randn(12, 3).double()
-        with cuda_streams.as_gradients_come():
+        with cuda_streams.overlapping_backward():
             loss = nn.functional.mse_loss(own(x), y, reduction="sum")
             for left in reversed(range(backward_passes)):
                 loss.backward(retain_graph=left > 0)
@@ -105,13 +105,13 @@ def test_the_output_is_taken_for_the_preactivations_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Which spares a product in each step."""
-    forward, calls = linear.LinearLayer.forward, []
+    forward, calls = Dense.forward, []
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         calls.append(1)
         return forward(self, *args, **kwargs)
 
-    monkeypatch.setattr(linear.LinearLayer, "forward", counted)
+    monkeypatch.setattr(Dense, "forward", counted)
     counts = []
     for on in (False, True):
         calls.clear()
@@ -123,13 +123,13 @@ def test_the_output_is_taken_for_the_preactivations_at_the_start(
 
 def test_an_output_that_was_written_over_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
-    outputs = ServedLayer.outputs
+    outputs = LayerRecord.outputs
 
-    def noted(self: ServedLayer) -> Tensor | None:
+    def noted(self: LayerRecord) -> Tensor | None:
         found.append((self.name, outputs(self) is None))
         return outputs(self)
 
-    monkeypatch.setattr(ServedLayer, "outputs", noted)
+    monkeypatch.setattr(LayerRecord, "outputs", noted)
     trained(lambda: mlp(lambda: nn.ReLU(inplace=True)), monkeypatch, on=True)
     assert ("0", True) in found
     assert ("0", False) not in found
@@ -137,7 +137,7 @@ def test_an_output_that_was_written_over_is_not_taken(monkeypatch: pytest.Monkey
 
 def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy would be made on another stream than that which computes them."""
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     multiplied, places = torch.mv, []
 
     def noted(*args: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "mv", noted)
     model = mlp()
     opt = LocoProp(model, lr=1e-3)
-    with cuda_streams.as_gradients_come():
+    with cuda_streams.overlapping_backward():
         model(torch.randn(12, 6)).sum().backward()
         biases = [layer.bias.grad for layer in model if isinstance(layer, nn.Linear)]
         assert places == [bias.data_ptr() for bias in reversed(biases)]
@@ -163,7 +163,7 @@ def test_beside_only_where_there_is_no_sum_to_wait_for(
     make: Callable[[], nn.Module], opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And not for the first layer: nothing below would have to wait."""
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     model, found = make(), []
     opt = LocoProp(model, lr=1e-3)
     names = {m.weight.shape: name for name, m in model.named_modules() if hasattr(m, "weight")}
@@ -171,8 +171,8 @@ def test_beside_only_where_there_is_no_sum_to_wait_for(
     def noted(g: Tensor, x: Tensor) -> None:
         found.append(names[torch.Size((g.shape[1], x.shape[1]))])
 
-    monkeypatch.setattr(cuda_streams, "open_beside", noted)
-    with cuda_streams.as_gradients_come():
+    monkeypatch.setattr(cuda_streams, "enter_gradient_stream", noted)
+    with cuda_streams.overlapping_backward():
         loss = model(torch.randn(12, 6)).sum()
         loss.backward(retain_graph=True)
         assert found == opened
@@ -180,27 +180,27 @@ def test_beside_only_where_there_is_no_sum_to_wait_for(
         assert found == opened
         opt.step()
     opt.zero_grad()
-    with cuda_streams.as_gradients_come():
+    with cuda_streams.overlapping_backward():
         model(torch.randn(12, 6)).sum().backward()
     assert found == 2 * opened
 
 
 def test_only_in_steps_of_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     model, x = mlp(), torch.randn(12, 6)
     opt = LocoProp(model, lr=1e-3)
     others = model(x)
-    with cuda_streams.as_gradients_come():
+    with cuda_streams.overlapping_backward():
         own = model(x)
     assert [out.grad_fn.name() for out in (others, own)] == ["AddmmBackward0", "_OutputBackward"]
     del opt
 
 
 def test_two_optimizers_of_one_model_both_see_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     model = mlp()
     both = [LocoProp(model, lr=1e-3), LocoProp(model, lr=1e-3)]
-    with cuda_streams.as_gradients_come():
+    with cuda_streams.overlapping_backward():
         model(torch.randn(12, 6)).sum().backward()
         for opt in both:
             assert [len(layer.calls) for layer in opt._layers] == [1, 1, 1]
@@ -210,12 +210,12 @@ def test_outputs_are_kept_no_longer_than_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Not of layers that turn out to be linear, of several calls, or of steps without iterations."""
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
 
     def kept(model: nn.Module, **settings: Any) -> list[bool]:
         opt, found = LocoProp(model, lr=1e-3, **settings), []
         for _ in range(2):
-            with cuda_streams.as_gradients_come():
+            with cuda_streams.overlapping_backward():
                 model(torch.randn(12, 6)).sum().backward()
                 found += [any(call.a is not None for call in each.calls) for each in opt._layers]
                 opt.step()
@@ -246,13 +246,13 @@ def test_a_resumed_training_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Though in its first step no layer's transfer is known yet."""
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     torch.manual_seed(0)
     batches = torch.rand(4, rows, 6)
 
     def steps(model: nn.Module, opt: LocoProp, batches: Tensor) -> None:
         for x in batches:
-            with cuda_streams.as_gradients_come():
+            with cuda_streams.overlapping_backward():
                 nn.functional.mse_loss(model(x), x[:, :3], reduction="sum").backward()
                 opt.step()
             opt.zero_grad()
@@ -280,18 +280,17 @@ def test_a_resumed_training_has_the_same_bits(
 @pytest.mark.parametrize("method", ["locoprop-m", "locoprop-s", "pocoprop-m", "pocoprop-s"])
 def test_a_captured_step_has_the_bits_of_one_on_one_stream(method: str) -> None:
     data = torch.rand(1000, 784, device="cuda")
-    rows = torch.arange(1000, device="cuda")
     found = []
     for captures in (True, False):
         torch.manual_seed(0)
         model = deep_autoencoder((784, 1000, 500, 250, 30)).cuda()
         chosen = methods.get(method)
         opt = chosen.build(model, {**chosen.settings, "weight_decay": 1e-5})
-        step = TrainingStep(model, opt, data)
-        step.set_rates([1e-6] * len(opt.param_groups))
-        step._captures = captures
+        step = TrainingStep(model, reconstruction_loss, opt)
+        for group in opt.param_groups:
+            group["lr"] = 1e-6 if captures else torch.tensor(1e-6, device="cuda")
         for _ in range(20):
-            step(rows)
+            step(data, data) if captures else step._take([data, data])
         found.append([p.detach().clone() for p in model.parameters()])
     rows_ask_for_gradients = "pocoprop" in method  # then libraries do more of the work
     for one, same in zip(*found, strict=True):

@@ -167,7 +167,7 @@ def races(
     for _ in range(4):
         x, y = torch.randn(40, 6), torch.randn(40, 3)
         with Watch() as found:
-            with cuda_streams.as_gradients_come():
+            with cuda_streams.overlapping_backward():
                 loss = nn.functional.mse_loss(model(x), y, reduction="sum")
                 for left in reversed(range(passes)):
                     loss.backward(retain_graph=left > 0)
@@ -179,7 +179,7 @@ def races(
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
-    monkeypatch.setattr(overlapped_weight_grads, "_is_worth_while", lambda x: True)
+    monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     return CUDA(monkeypatch)
 
 
@@ -212,10 +212,10 @@ def test_gradients_are_beside(cuda: CUDA) -> None:
     assert "beside 0" in races(cuda, deep, {}).streams
 
 
-@pytest.mark.parametrize("missing", ["open_beside", "mark", "hold", "join"])
+@pytest.mark.parametrize("missing", ["enter_gradient_stream", "mark", "hold", "join"])
 def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without one of the things that keep order."""
-    if missing == "open_beside":
+    if missing == "enter_gradient_stream":
         wait = Stream.wait_stream
         lonely = lambda self, other: (  # noqa: E731
             None if self.name.startswith("beside") else wait(self, other)
@@ -224,7 +224,7 @@ def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.Monke
     elif missing == "mark":
         monkeypatch.setattr(Stream, "wait_event", lambda self, event: None)
     elif missing == "hold":
-        monkeypatch.setattr(cuda_streams, "_held", _Nothing())
+        monkeypatch.setattr(cuda_streams, "_read", _Nothing())
     else:
         monkeypatch.setattr(overlapped_weight_grads, "_are_taken_over", lambda layer: True)
     assert races(cuda, Twice if missing == "join" else deep, {}).races

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch_locoprop import LocoProp
 from torch_locoprop.layers import conv, layer_kind
 from torch_locoprop.layers.conv import ConvLayer
+from torch_locoprop.paper.gram import Gram
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
 
@@ -74,16 +75,16 @@ def test_operators(dimensions: int, transposed: bool, settings: dict[str, Any]) 
     out = module(x)
     collected = kind.collect([x], [out.shape], module.weight)
     tensors = {name: kind.matrix(name, p.detach()) for name, p in module.named_parameters()}
-    a = kind.forward(collected, **tensors)
+    a = kind.linear_map.forward(collected, **tensors)
     assert_close(a, kind.rows(out.detach()))
-    assert kind.count(collected) == out.numel() // out.shape[1] == a.shape[-2]
+    assert sum(i.rows for i in collected) == out.numel() // out.shape[1] == a.shape[-2]
     g = torch.randn_like(out)
-    found = kind.weight_grad(collected, kind.rows(g))
+    found = kind.linear_map.weight_grad(collected, kind.rows(g))
     expected = torch.autograd.grad(out, list(module.parameters()), g)
     for (name, p), gradient in zip(module.named_parameters(), expected, strict=True):
         assert_close(kind.restored(name, found[name], p), gradient)
         assert torch.equal(kind.restored(name, tensors[name], p), p)
-    X = kind.inputs(collected, weight=True, bias="bias" in tensors)
+    X = kind.linear_map.inputs(collected, weight=True, bias="bias" in tensors)
     joint = torch.cat([tensors["weight"], *(t.unsqueeze(-1) for n, t in tensors.items() if n == "bias")], -1)  # fmt: skip # noqa: E501
     assert_close(X @ joint.mT, a)
 
@@ -96,7 +97,7 @@ def test_inputs_are_torchs_unfolding(settings: dict[str, Any]) -> None:
     collected = kind.collect([x], [module(x).shape], module.weight)
     own = {n: v for n, v in settings.items() if n != "bias"}
     unfolded = F.unfold(x, 3, **own).transpose(1, 2).flatten(0, 1)
-    assert_close(kind.inputs(collected, weight=True, bias=False), unfolded)
+    assert_close(kind.linear_map.inputs(collected, weight=True, bias=False), unfolded)
 
 
 @pytest.mark.parametrize("at_once", [1, 700, 2**22])
@@ -115,8 +116,9 @@ def test_products_in_parts_are_those_of_all_patches(
     assert isinstance(kind, ConvLayer)
     calls = [images(dimensions, samples=5), images(dimensions, size=9)]
     collected = kind.collect(calls, [module(x).shape for x in calls], module.weight)
-    X = kind.inputs(collected, weight=True, bias=False)
-    found = kind.products(collected, torch.float64)
+    X = kind.linear_map.inputs(collected, weight=True, bias=False)
+    blocks = list(kind.linear_map.row_blocks(collected))
+    found = sum(map(Gram.of, blocks[1:]), Gram.of(blocks[0]))
     assert_close([found.square, found.total], [X.mT @ X, X.sum(-2)])
     assert found.rows == X.shape[-2]
 
@@ -288,7 +290,7 @@ def test_calls_on_images_of_several_sizes_are_one_problem(variant: str) -> None:
         out = network(images(2, size=size))
         F.binary_cross_entropy_with_logits(out, torch.zeros_like(out)).backward()
     layer = opt._layers[0]
-    assert layer.kind.count(layer.inputs()) == 2 * (5 * 6 + 7 * 8)
+    assert layer.row_count == 2 * (5 * 6 + 7 * 8)
     opt.step()
     for old, new in zip(before, weights(network), strict=True):
         assert new.isfinite().all()
@@ -326,7 +328,7 @@ def test_an_output_size_given_in_the_call_is_seen() -> None:
     opt = LocoProp(network, lr=1e-3, variant="locoprop-m")
     network(x).backward()
     layer = opt._layers[0]
-    assert layer.kind.forward(layer.inputs(), layer.kind.matrix("weight", layer.module.weight)).shape == (2 * 16 * 18, 8)  # fmt: skip # noqa: E501
+    assert layer.kind.linear_map.forward(layer.inputs(), layer.kind.matrix("weight", layer.module.weight)).shape == (2 * 16 * 18, 8)  # fmt: skip # noqa: E501
     opt.step()
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import grad
 from torch.autograd.functional import jacobian
 
-from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.regularizers import L2
 from torch_locoprop.paper.variants import VARIANTS
@@ -42,7 +42,7 @@ def rows_of(name: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def problem_of(variant: str, name: str) -> LocalProblem:
     x, w, g, v = rows_of(name)
     return LocalProblem(
-        layer=LinearLayer(),
+        linear_map=Dense(),
         x=x,
         start={"weight": w},
         fixed={},

@@ -2,16 +2,16 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.layers.conv import ConvLayer
-from torch_locoprop.layers.linear import LinearLayer
-from torch_locoprop.paper.gram import STRIP, Gram, saves_work, square_of
+from torch_locoprop.fast import cpu_gram
+from torch_locoprop.layers import layer_kind
+from torch_locoprop.paper.gram import Gram, saves_work
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching, Squared
 from torch_locoprop.paper.regularizers import REGULARIZERS
@@ -26,7 +26,7 @@ def problem(
     draw = lambda *shape: torch.randn(*leading, *shape, generator=g, dtype=torch.float64)  # noqa: E731
     tensors = {"weight": draw(5, 7), "bias": draw(5)}
     return LocalProblem(
-        layer=LinearLayer(),
+        linear_map=Dense(),
         x=draw(rows, 7),
         start={name: tensors[name] for name in trained},
         fixed={name: t for name, t in tensors.items() if name not in trained},
@@ -103,42 +103,43 @@ def test_a_mirror_descent_target_at_a_linear_layer_is_the_same_problem() -> None
 
 
 class Alone:
-    """An exchange with nobody."""
+    """Other processes without rows, one of which keeps XᵀX."""
 
-    together = SimpleNamespace(rows=0, some_have_gram=True)
+    rows, some_have_gram = 0, True
 
-    def __call__(self, tensors: Any) -> None: ...
+    def add_up(self, tensors: Any) -> None: ...
 
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_drawn_images_of_one_process_count_as_often_as_they_stand_for(groups: int) -> None:
     """Where another has products already, these must be made of the same kind."""
-    kind = ConvLayer.of(nn.Conv1d(2, 4, 3, groups=groups))
+    kind = cast(Any, layer_kind(nn.Conv1d(2, 4, 3, groups=groups)))
     images = torch.randn(5, 2, 6, dtype=torch.float64)
     weight = torch.randn(4, 2 // groups, 3, dtype=torch.float64)
     matrix = kind.matrix("weight", weight)
     own = replace(
         problem(("weight",)),
-        layer=kind,
+        linear_map=kind.linear_map,
         x=kind.collect([images], [(5, 4, 4)], weight),
         start={"weight": matrix},
         row_weight=torch.tensor([[2.0]] * 12 + [[3.0]] * 8, dtype=torch.float64),
-        exchange=cast(Any, Alone()),
+        others=cast(Any, Alone()),
     )
     gram = own.through_gram(5)
     again = images[[0, 0, 1, 1, 2, 2, 3, 3, 3, 4, 4, 4]]  # each as often
-    expected = kind.products(kind.collect([again], [(12, 4, 4)], weight), torch.float64)
+    patches = kind.linear_map.inputs(kind.collect([again], [(12, 4, 4)], weight), True, False)
+    expected = Gram.of(patches)
     assert gram is not None
     assert float(gram.rows) == expected.rows
     torch.testing.assert_close(gram.square, expected.square)
     torch.testing.assert_close(gram.total, expected.total)
 
 
-@pytest.mark.parametrize("n", [STRIP - 1, STRIP, 2 * STRIP + 5])
+@pytest.mark.parametrize("n", [cpu_gram.STRIP - 1, cpu_gram.STRIP, 2 * cpu_gram.STRIP + 5])
 def test_xtx_in_strips(n: int) -> None:
     x = torch.randn(30, n, dtype=torch.float64, generator=torch.manual_seed(0))
     torch.testing.assert_close(
-        square_of(x), torch.einsum("ri,rj->ij", x, x), rtol=1e-12, atol=1e-12
+        cpu_gram.square(x), torch.einsum("ri,rj->ij", x, x), rtol=1e-12, atol=1e-12
     )
 
 

@@ -12,8 +12,8 @@ from cases import batch, cross_entropy, network, weights
 from torch import Tensor
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching
 from torch_locoprop.paper.regularizers import L2
@@ -28,7 +28,7 @@ def matching_problem(
     x, w = batch(rows, 4) - 0.5, batch(d, 4, seed=2) - 0.5
     g = batch(rows, d, seed=3) - 0.5
     return LocalProblem(
-        layer=LinearLayer(),
+        linear_map=Dense(),
         x=x,
         start={"weight": w},
         fixed={},
@@ -190,7 +190,7 @@ def test_proposition_4_with_gamma_one_the_last_layer_minimises_the_loss(
         return 0.5 * F.mse_loss(logits, y, reduction="sum")
 
     problem = LocalProblem(
-        layer=LinearLayer(),
+        linear_map=Dense(),
         x=x,
         start={"weight": w0},
         fixed={},
@@ -222,7 +222,7 @@ def test_objective_has_the_gradient_the_solvers_follow() -> None:
         g, v = layer.gradients(), layer.post_gradients()
         w, b = layer.tensors["weight"], layer.tensors["bias"]
         problem = LocalProblem(
-            layer=layer.kind,
+            linear_map=layer.kind.linear_map,
             x=layer.inputs(),
             start={"weight": w.detach(), "bias": b.detach()},
             fixed={},

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.transfers import get
 from torch_locoprop.paper.variants import VARIANTS
-from torch_locoprop.recording.transfer_assignment import decide, effective_variant
+from torch_locoprop.recording.transfer_assignment import decide
+from torch_locoprop.stepping.method import effective_variant
 
 SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
 
@@ -74,7 +75,7 @@ def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activat
         chosen, _ = effective_variant(VARIANTS[variant], layer)
         weight, bias = layer.tensors["weight"], layer.tensors["bias"]
         rows = layer.inputs()
-        a = layer.kind.forward(rows, weight.detach(), bias.detach())
+        a = layer.kind.linear_map.forward(rows, weight.detach(), bias.detach())
         g, v = layer.gradients(), layer.post_gradients()
         if v is None:  # the transfer is inside the loss
             v = layer.transfer.pull_back(a, g)

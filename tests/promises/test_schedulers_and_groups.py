@@ -312,7 +312,7 @@ def test_other_settings_are_taken_from_the_next_forward_pass_on(setting: dict[st
     opt.param_groups[0].update(setting)
     fresh = LocoProp(other := copy.deepcopy(model), **{**own, **setting}, output_transfer="sigmoid")
     fresh.param_groups[0]["steps"] = 1
-    fresh._plan_capture()  # which rows are drawn depends on it
+    fresh._require()  # which rows are drawn depends on it
     step(other, fresh)
     step(model, opt)
     assert_close(weights(model), weights(other), 1e-12)

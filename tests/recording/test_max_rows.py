@@ -11,6 +11,7 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.recording.row_reduction import row_weight
 from torch_locoprop.solvers import Exact
 
 VARIANTS = ("locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m")
@@ -72,9 +73,9 @@ def test_the_curvature_is_right_on_average() -> None:
         opt.zero_grad()
         cross_entropy(model(x), y).backward()
         layer = opt._layers[0]
-        rows = layer.kind.inputs(layer.inputs(), True, True)
+        rows = layer.kind.linear_map.inputs(layer.inputs(), True, True)
         assert len(rows) == 5
-        total += (layer.row_weight(1.0) * rows).mT @ rows / 400
+        total += (row_weight(layer, 1.0) * rows).mT @ rows / 400
         opt.step()
     ones = torch.cat([x, torch.ones_like(x[:, :1])], 1)
     expected = ones.mT @ ones
@@ -88,7 +89,7 @@ def test_uneven_calls_count_by_their_size() -> None:
         cross_entropy(model(batch(rows, 6)), batch(rows, 3, seed=2)).backward()
     layer = opt._layers[0]
     assert layer.row_count == 15
-    assert layer.row_weight(1.0).flatten().tolist() == [3.0] * 4 + [1.0] * 3  # type: ignore[union-attr]
+    assert row_weight(layer, 1.0).flatten().tolist() == [3.0] * 4 + [1.0] * 3  # type: ignore[union-attr]
 
 
 def test_two_backward_passes_through_one_call_keep_the_same_rows() -> None:
@@ -120,8 +121,8 @@ def test_images_are_drawn_whole() -> None:
     opt = loco(model, max_rows=20)
     cross_entropy(model(x), y).backward()
     layer = opt._layers[0]
-    assert layer.kind.count(layer.inputs()) == 2 * 9  # two images of nine positions
-    assert layer.row_weight(1.0).flatten().tolist() == [3.0] * 18  # type: ignore[union-attr]
+    assert sum(images.rows for images in layer.inputs()) == 2 * 9  # two images of nine positions
+    assert row_weight(layer, 1.0).flatten().tolist() == [3.0] * 18  # type: ignore[union-attr]
     same = x[:1].repeat(6, 1, 1, 1)
     thin = after_a_step(same, y, convolutional(), max_rows=20)
     assert_close(thin, after_a_step(same, y, convolutional()))

@@ -148,7 +148,7 @@ def test_a_softmax_over_something_else_than_the_features(
     model = nn.Linear(4, width)
     opt = LocoProp(model)
     after(model(batch(8, 4).float())).square().sum().backward()
-    opt._capture.trace_loss(torch.zeros(()))
+    opt._hooks.trace_loss(torch.zeros(()))
 
     def closure() -> Tensor:
         opt.zero_grad()

@@ -20,10 +20,10 @@ from torch_locoprop import LocoProp, Variant
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient, Target
-from torch_locoprop.reporting import diagnostics
 from torch_locoprop.reporting.diagnostics import HEADINGS, Diagnostics
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.first_order import Sgd
+from torch_locoprop.stepping import measurements
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 LR, GAMMA = 0.05, 4.0
@@ -75,7 +75,7 @@ def test_milliseconds_are_those_of_the_solution_without_the_measuring(
 
         monkeypatch.setattr(which, name, later)
 
-    monkeypatch.setattr(diagnostics.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(measurements.time, "perf_counter", lambda: now)
     slow(Sgd, "solve", 0.25)
     slow(LocalProblem, "objective", 8.0)
     _, opt, *_ = stepped()
@@ -440,7 +440,7 @@ def test_nothing_is_recorded_when_off() -> None:
             recorded = [call.g is not None for layer in opt._layers for call in layer.calls]
             assert recorded == [diagnose] * 3
             opt.step()
-        assert not opt._capture.tracing
+        assert not opt._hooks.tracing
     with pytest.raises(RuntimeError, match="diagnose=True"):
         opt.diagnostics()
 

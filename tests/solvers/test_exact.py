@@ -8,9 +8,9 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import cholesky, damped, damped_solve, is_well_posed
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.regularizers import L2
@@ -26,7 +26,7 @@ def squared_problem(rows: int, eta: float = 0.2, bias: bool = True) -> LocalProb
     if not bias:
         del start["bias"], backprop["bias"]
     return LocalProblem(
-        layer=LinearLayer(),
+        linear_map=Dense(),
         x=x,
         start=start,
         fixed={},

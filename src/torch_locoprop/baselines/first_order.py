@@ -23,6 +23,7 @@ from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.baselines.base import PerTensor
 from torch_locoprop.config.groups import Group
+from torch_locoprop.fast import dispatch
 from torch_locoprop.solvers import FirstOrder, Numbers, first_order
 
 
@@ -42,7 +43,7 @@ class _Plain(PerTensor):
             state.update(self.solver.init(parameter, numbers))
         parameter.copy_(self.shrunk(parameter, group))
         new = dict(state)
-        self.solver.advance_(parameter, gradient, new, numbers, 1.0)
+        dispatch.advance_(self.solver, parameter, gradient, new, numbers, 1.0)
         for name, entry in new.items():
             if entry is not state[name]:
                 state[name].copy_(entry)

@@ -29,10 +29,10 @@ from torch_locoprop.paper.fisher import (
 )
 from torch_locoprop.paper.tensors import Tensors, join, split
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording import transfer_detection
-from torch_locoprop.recording.hooks import Capture
-from torch_locoprop.recording.layer_record import ServedLayer
-from torch_locoprop.recording.model_scan import survey
+from torch_locoprop.recording.hooks import ModelHooks
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.loss_inspection import transfer_inside
+from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.reporting.summary import table, unserved_row
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
 
@@ -121,7 +121,7 @@ class KFAC(WithFallback):
         super().__init__([p for layer in self._layers for p in layer.given], defaults)
         served = set(self.param_groups[0]["params"])
         self._add_to_fallback([p for p in model.parameters() if p not in served], fallback)
-        self._capture.draw_labels(0)
+        self._hooks.draw_labels(0)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -161,12 +161,12 @@ class KFAC(WithFallback):
         for layer, direction in zip(layers, directions, strict=True):
             self._move(layer, direction, group)
         group["steps"] += 1
-        self._capture.clear()
-        self._capture.draw_labels(group["steps"])
+        self._hooks.clear()
+        self._hooks.draw_labels(group["steps"])
         self._step_fallback()
         return loss
 
-    def _direction(self, layer: ServedLayer, gradient: Tensor, group: Group) -> Tensor:
+    def _direction(self, layer: LayerRecord, gradient: Tensor, group: Group) -> Tensor:
         """Return ``D⁻¹ G A⁻¹`` of one layer; update A, D and, if it is time, their inverses.
 
         The state of the layer's first trained tensor holds the factors and their inverses.
@@ -178,7 +178,7 @@ class KFAC(WithFallback):
                 del state[name]  # requires_grad of the bias was changed, so A has another size
         sampled = layer.sampled()
         if sampled is not None:
-            x = layer.kind.inputs(layer.inputs(), "weight" in trained, "bias" in trained)
+            x = layer.kind.linear_map.inputs(layer.inputs(), "weight" in trained, "bias" in trained)
             decay = min(group["decay"], 1 - 1 / (group["steps"] + 1))
             for name, rows in (("inputs", x), ("gradients", sampled)):
                 state[name] = running_average(state.get(name), second_moment(rows), decay)
@@ -197,7 +197,7 @@ class KFAC(WithFallback):
         direction: Tensor = state["inverse_gradients"] @ gradient @ state["inverse_inputs"]
         return direction
 
-    def _move(self, layer: ServedLayer, direction: Tensor, group: Group) -> None:
+    def _move(self, layer: LayerRecord, direction: Tensor, group: Group) -> None:
         """Update weight and bias of one layer: momentum, weight decay, step."""
         trained = layer.with_gradient
         for name, part in split(direction, dict(trained)).items():
@@ -208,7 +208,7 @@ class KFAC(WithFallback):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        self._capture.clear()
+        self._hooks.clear()
 
     def summary(self) -> str:
         """Return a table of all modules with parameters: which optimizer trains each, and why."""
@@ -243,19 +243,19 @@ class KFAC(WithFallback):
         if "_model" in state:
             self._attach()
         self._link_fallback()
-        self._capture.draw_labels(self.param_groups[0]["steps"])
+        self._hooks.draw_labels(self.param_groups[0]["steps"])
 
     # ---- plumbing ------------------------------------------------------------------------------
 
     def _attach(self) -> None:
         """Find the linear layers of the model and register the hooks that record them."""
         every = set(self._model.parameters())
-        self._layers, self._unserved = survey(self._model, every, kinds=nn.Linear)
+        self._layers, self._unserved = scan(self._model, every, kinds=nn.Linear)
         if not self._layers:
             raise ValueError("The model has no linear layer that K-FAC can serve.")
         for layer in self._layers:
             layer.needs = frozenset({"fisher"})
-        self._capture = Capture(self._model, self._layers, self._output_transfer)
+        self._hooks = ModelHooks(self._model, self._layers, self._output_transfer)
 
 
 def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
@@ -296,7 +296,7 @@ def clip_scale(directions: list[Tensor], gradients: list[Tensor], lr: float, cli
     return (clip / (lr**2 * norm)).sqrt().clamp_max(1.0)
 
 
-def _gradients(layer: ServedLayer) -> Tensors:
+def _gradients(layer: LayerRecord) -> Tensors:
     return {name: p.grad for name, p in layer.with_gradient.items() if p.grad is not None}
 
 
@@ -304,7 +304,7 @@ def _predictive(output_transfer: str | Transfer | None, loss_fn: object) -> Tran
     """Return the transfer function inside the loss; it determines the predictive distribution."""
     transfer = None if output_transfer is None else transfers.get(output_transfer)
     if transfer is None and loss_fn is not None:
-        transfer = transfer_detection.transfer_inside(loss_fn)
+        transfer = transfer_inside(loss_fn)
     if transfer is None or transfer.name not in PREDICTIVE:
         raise ValueError(
             f"Invalid output_transfer={transfer.name if transfer else None!r}. K-FAC draws labels "

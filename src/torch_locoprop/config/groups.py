@@ -1,44 +1,52 @@
-"""Parameter groups: what a user may pass, divided into local problems and the fallback's share."""
+"""Parameter groups: what a user may pass, divided between local problems and the fallback."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.config.settings import Components, unknown
+from torch_locoprop.config.components import Components
+from torch_locoprop.config.settings import LAYER_SETTINGS, check_names, with_guards
 from torch_locoprop.paper.fisher import PREDICTIVE
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.layer_record import ServedLayer
 from torch_locoprop.solvers import Numbers
 
 Group = dict[str, Any]
 
-_BOOKKEEPING = ("params", "name", "initial_lr", "local_lr", "fallback", "steps", "state_of")
+BOOKKEEPING: dict[str, Any] = {
+    "local_lr": None,  # lr of the local problem, where an outer optimizer's schedule moves lr
+    "fallback": False,  # whether the group belongs to the fallback
+    "steps": 0,  # steps taken so far
+    "state_of": None,  # the solver whose state there is
+}
+_NO_SETTINGS = ("params", "name", "initial_lr", *BOOKKEEPING)
 
 
 def merged(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
-    """A group with the defaults for all it does not set."""
+    """Return a group with the defaults for all settings that it does not set."""
     if not isinstance(group, Mapping):
         raise TypeError(
             "param_groups= takes dictionaries with 'params' and settings of their own, not "
             f"{type(group).__name__}."
         )
-    return {**defaults, **group}
+    return {**defaults, **with_guards(group)}
 
 
 def checked_group(
     group: Mapping[str, Any], model: nn.Module, components: Components, output: Transfer | None
 ) -> Group:
-    """A group with its settings checked, names for its components, and a list of parameters."""
+    """Return a group with its settings checked, names for components, and a list of parameters.
+
+    Raises:
+        ValueError: if a setting is unknown or out of range, or a parameter is not the model's.
+    """
     if "params" not in group:
         raise ValueError("A parameter group has no 'params': the parameters it is for.")
-    for key in group:
-        if key not in components.settings and key not in _BOOKKEEPING:
-            raise ValueError(unknown("setting in a parameter group", key, components.settings))
+    check_names(group, "setting in a parameter group", _NO_SETTINGS)
     checked = components.check(group)
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else list(params)
@@ -63,36 +71,24 @@ def check_predictive(
         )
 
 
-LAYER_SETTINGS = (
-    "variant",
-    "solver",
-    "regularizer",
-    "gamma",
-    "local_steps",
-    "local_decay",
-    "local_reduction",
-    "local_products",
-    "maximize",
-    "every",
-    "max_rows",
-    "gate",
-    "cap",
-    "cap_by",
-)
+def check_agreement(layer: str, groups: Sequence[Group], components: Components) -> None:
+    """Raise unless the groups of a layer's weight and bias agree in the settings of one problem.
 
-
-def check_agreement(layers: Iterable[ServedLayer], group_of: Mapping[nn.Parameter, Group]) -> None:
-    """Weight and bias are one local problem: their groups may differ in the solver's numbers only."""
-    for layer in layers:
-        first, *others = (group_of[p] for p in layer.given)
-        names = (*LAYER_SETTINGS, *(["lr"] if first["solver"].lower().startswith("exact") else []))
-        for other in others:
-            differing = [name for name in names if first[name] != other[name]]
-            if differing:
-                raise ValueError(
-                    f"Weight and bias of layer {layer.name!r} solve one local problem, but their "
-                    f"groups differ in {', '.join(differing)}. Give both the same."
-                )
+    Args:
+        layer: the layer's name.
+        groups: the group of each of its parameters.
+        components: what the names in the groups stand for.
+    """
+    first, *others = groups
+    closed = components.solver(first).closed_form  # one system for weight and bias: one lr
+    names = (*LAYER_SETTINGS, "lr") if closed else LAYER_SETTINGS
+    for other in others:
+        differing = [name for name in names if first[name] != other[name]]
+        if differing:
+            raise ValueError(
+                f"Weight and bias of layer {layer!r} solve one local problem, but their groups "
+                f"differ in {', '.join(differing)}. Give both the same."
+            )
 
 
 def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
@@ -111,9 +107,9 @@ def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
 def warn_of_ignored(
     groups: Iterable[Mapping[str, Any]], checked: Iterable[Group], local: set[nn.Parameter]
 ) -> None:
-    """Settings given to parameters that fall back have no effect: the fallback has its own."""
+    """Warn of settings given to parameters of the fallback, which has settings of its own."""
     for given, group in zip(groups, checked, strict=True):
-        ignored = sorted(set(given) - set(_BOOKKEEPING))
+        ignored = sorted(set(given) - set(_NO_SETTINGS))
         count = sum(p not in local for p in group["params"])
         if ignored and count:
             warnings.warn(
@@ -124,7 +120,7 @@ def warn_of_ignored(
 
 
 def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[Group]:
-    """The groups without parameters outside the set; groups that are left empty are dropped."""
+    """Return the groups without parameters outside the set, and without groups left empty."""
     inside = [
         {**group, "params": [p for p in group["params"] if p in parameters]} for group in groups
     ]
@@ -132,7 +128,7 @@ def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[G
 
 
 def numbers(group: Group) -> Numbers:
-    """The solver's numbers of a group.
+    """Return the solver's numbers of a group.
 
     Where an outer optimizer makes the step, schedules move its learning rate, and the local problem
     keeps the one it began with.
@@ -143,7 +139,7 @@ def numbers(group: Group) -> Numbers:
 
 
 def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
-    """Where the local iterations start: decoupled weight decay, for weights and not for biases."""
+    """Return where the local iterations start: after weight decay, which spares biases."""
     if name != "weight" or group["weight_decay"] == 0:
         return parameter.detach()
     lr, weight_decay = group["lr"], group["weight_decay"]
@@ -151,3 +147,18 @@ def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
         return torch.addcmul(parameter, parameter, lr, value=-weight_decay)
     start: Tensor = parameter * (1 - lr * weight_decay)
     return start
+
+
+def forget_other_solvers(groups: Iterable[Group], state: MutableMapping[Any, Any]) -> None:
+    """Drop the state of a solver that was replaced by another, which could not read it.
+
+    Args:
+        groups: the groups of local problems.
+        state: the optimizer's state by parameter.
+    """
+    for group in groups:
+        if group["state_of"] not in (None, group["solver"]):
+            for p in group["params"]:
+                kept = state[p].get("fisher")
+                state[p] = {} if kept is None else {"fisher": kept}
+        group["state_of"] = group["solver"]

@@ -1,7 +1,12 @@
-"""What may stand in a parameter group: its checks, and the components its names stand for.
+"""The settings of the optimizer, declared once: name, type, default, range, meaning.
 
-Groups hold numbers and strings only, so that a state dict loads with ``weights_only=True``. A user's
-own variant, solver or regularizer is remembered under its name; the group holds the name.
+:class:`Settings` is the only place where a setting is written down. The constructor's signature and
+documentation, the checks, what a parameter group may hold, what a plan depends on and the key of a
+CUDA graph are derived from it. By default a setting is part of the plan and of the graph key, so a
+new one cannot be forgotten there.
+
+What a name such as ``"rmsprop"`` stands for is in ``components.py``, parameter groups are in
+``groups.py``.
 """
 
 from __future__ import annotations
@@ -9,196 +14,341 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
 from torch import Tensor
 
-from torch_locoprop.paper.losses import LocalLoss
-from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
-from torch_locoprop.paper.targets import Target
-from torch_locoprop.paper.variants import VARIANTS, Variant
-from torch_locoprop.solvers import LOCAL_DECAYS, SOLVERS, Solver
-from torch_locoprop.solvers.exact import Exact
-from torch_locoprop.stepping.guards import CAPS
+from torch_locoprop.paper.regularizers import Regularizer
+from torch_locoprop.paper.variants import Variant
+from torch_locoprop.solvers import LOCAL_DECAYS, Solver
 
 LOCAL_REDUCTIONS = ("sum", "mean")
 LOCAL_PRODUCTS = ("full", "bf16")
+CAPS = ("weight", "backprop")
 
-# name: (lowest, whether it may be reached, the bound above, which may not)
-_NUMBERS = {
-    "lr": (0.0, True, math.inf),
-    "gamma": (0.0, False, math.inf),
-    "momentum": (0.0, True, 1.0),
-    "decay": (0.0, True, 1.0),
-    "eps": (0.0, True, math.inf),
-    "weight_decay": (0.0, True, math.inf),
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What is known of one setting."""
+
+    default: Any
+    meaning: str
+    per_tensor: bool = False  # weight and bias of one layer may differ in it
+    in_plan: bool = True  # what hooks record for the next step depends on it
+    in_graph_key: bool = True  # a CUDA graph recorded with another value must not be replayed
+
+    def check(self, name: str, value: object) -> None:
+        """Raise ``ValueError`` unless the value is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number(Setting):
+    """A real number in a range; it enters the solution only, so no plan depends on it."""
+
+    above: float = 0.0
+    may_equal: bool = True  # whether the lower bound is allowed
+    below: float = math.inf
+    optional: bool = False  # None is allowed
+    in_plan: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        if value is not None or not self.optional:
+            check_number(name, value, self.above, self.may_equal, self.below)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Count(Setting):
+    """An integer of at least one."""
+
+    optional: bool = False  # None is allowed
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+            raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Switch(Setting):
+    """True or False."""
+
+    def check(self, name: str, value: object) -> None:
+        if not isinstance(value, bool):
+            raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice(Setting):
+    """One of several names."""
+
+    choices: tuple[str, ...]
+
+    def check(self, name: str, value: object) -> None:
+        if value not in self.choices:
+            raise ValueError(unknown(name, value, self.choices))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component(Setting):
+    """A variant, solver or regularizer, by name or as an object; ``components.py`` checks it."""
+
+
+Rate = Annotated[
+    float,
+    Number(
+        default=1e-5,  # η
+        per_tensor=True,
+        in_graph_key=False,  # a CUDA graph reads it from the device
+        meaning="step of the local solver, η. BackProp's learning rate corresponds to lr · gamma.",
+    ),
+]
+
+
+class Settings(TypedDict, total=False):
+    """Every setting of :class:`torch_locoprop.LocoProp` that a parameter group may override."""
+
+    variant: Annotated[
+        str | Variant,
+        Component(
+            default="locoprop-m",
+            meaning="which local problem a layer solves: ``locoprop-s``, ``locoprop-m``, "
+            "``pocoprop-s``, ``pocoprop-m``, ``natural-s``, ``proxprop``, or a "
+            ":class:`~torch_locoprop.variants.Variant` of your own.",
+        ),
+    ]
+    gamma: Annotated[
+        float,
+        Number(
+            default=10.0,
+            may_equal=False,
+            meaning="distance γ of the target from the present activation.",
+        ),
+    ]
+    local_steps: Annotated[
+        int, Count(default=10, meaning="number T of local iterations in each step.")
+    ]
+    solver: Annotated[
+        str | Solver,
+        Component(
+            default="rmsprop",
+            meaning="``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (with "
+            "TensorFlow's semantics), ``exact``, or a :class:`~torch_locoprop.solvers.Solver` of "
+            "your own.",
+        ),
+    ]
+    momentum: Annotated[
+        float,
+        Number(
+            default=0.999,
+            below=1.0,
+            per_tensor=True,
+            meaning="the solver's momentum μ, or β₁ of adam. The default is tuned for rmsprop.",
+        ),
+    ]
+    decay: Annotated[
+        float,
+        Number(
+            default=0.9,
+            below=1.0,
+            per_tensor=True,
+            meaning="the solver's decay ρ of squared gradients, or β₂ of adam.",
+        ),
+    ]
+    eps: Annotated[
+        float,
+        Number(
+            default=1e-5,
+            per_tensor=True,
+            meaning="the solver's ε; with adagrad the start of its accumulator.",
+        ),
+    ]
+    weight_decay: Annotated[
+        float,
+        Number(
+            default=0.0,
+            per_tensor=True,
+            meaning="weights, not biases, shrink by ``1 − lr · weight_decay`` once a step, before "
+            "the local iterations.",
+        ),
+    ]
+    regularizer: Annotated[
+        str | Regularizer | None,
+        Component(
+            default=None,
+            meaning="None, ``l2``, ``l1``, ``fisher``, or a "
+            ":class:`~torch_locoprop.regularizers.Regularizer` of your own.",
+        ),
+    ]
+    local_decay: Annotated[
+        str,
+        Choice(
+            default="linear",
+            choices=LOCAL_DECAYS,
+            meaning="learning rate of iteration t: ``linear`` is ``lr · max(1 − t/T, 1/4)``, "
+            "``constant`` is lr.",
+        ),
+    ]
+    local_reduction: Annotated[
+        str,
+        Choice(
+            default="sum",
+            choices=LOCAL_REDUCTIONS,
+            meaning="``sum`` over the rows of a batch, as in the paper, or ``mean``, which makes the "
+            "settings independent of the batch size and of the loss's reduction. A loss that sums "
+            "must then be given as ``loss_fn``, or be returned as it is by a closure.",
+        ),
+    ]
+    local_products: Annotated[
+        str,
+        Choice(
+            default="full",
+            choices=LOCAL_PRODUCTS,
+            meaning="precision of matrix products in local iterations: ``full`` is torch's (in "
+            "float32 on a GPU to a factor of two: three products in TF32), ``bf16`` allows products "
+            "of bfloat16 where they are faster (on a GPU, linear layers). Weights and solver state "
+            "keep their precision, and the first iteration, which is BackProp, has no product.",
+        ),
+    ]
+    maximize: Annotated[
+        bool,
+        Switch(
+            default=False,
+            meaning="maximize the loss; the fallback optimizer has an option of its own.",
+        ),
+    ]
+    every: Annotated[
+        int,
+        Count(
+            default=1,
+            meaning="solve the local problems in every k-th step; the other steps are one iteration "
+            "of the solver, which is BackProp (with ``exact``: of ``sgd``).",
+        ),
+    ]
+    max_rows: Annotated[
+        int | None,
+        Count(
+            default=None,
+            optional=True,
+            meaning="keep at most so many rows of each call of a layer, drawn at random; each counts "
+            "for several. Every output position of a convolution is a row, and images are kept "
+            "whole, at least one. The first local iteration uses the gradient of all rows. None "
+            "keeps all.",
+        ),
+    ]
+    cap: Annotated[
+        float | None,
+        Number(
+            default=None,
+            may_equal=False,
+            optional=True,
+            meaning="longest displacement of a layer, weight and bias together, relative to the norm "
+            "that ``cap_by`` names. None is no cap, and a norm of zero caps nothing.",
+        ),
+    ]
+    cap_by: Annotated[
+        str,
+        Choice(
+            default="weight",
+            choices=CAPS,
+            meaning="``weight``: the cap is relative to the norm of the layer's weight; with "
+            '``apply="gradient"`` it bounds the step that ``outer`` takes, weight decay included. '
+            "``backprop``: it is relative to the step ``lr · gamma · G``; with "
+            '``apply="gradient"`` it bounds the gradient that ``outer`` is given, of whose length '
+            "AdamW and Muon take no notice.",
+        ),
+    ]
+    gate: Annotated[
+        bool,
+        Switch(
+            default=False,
+            meaning="a layer whose local loss has risen, or whose solution is not finite, takes the "
+            "BackProp step instead and loses its momentum. Costs one more product with all rows "
+            "and, where the loss has a transfer, its integral in float64.",
+        ),
+    ]
+
+
+@dataclass(frozen=True)
+class Guards:
+    """The guards on local solutions, as one argument: ``LocoProp(model, guards=Guards(cap=0.1))``.
+
+    The fields are the settings of the same names, which may also be given one by one.
+    """
+
+    cap: float | None = None
+    cap_by: str = "weight"
+    gate: bool = False
+
+
+def _declared(annotated: Any) -> Setting:
+    return next(part for part in get_args(annotated) if isinstance(part, Setting))
+
+
+SETTINGS: dict[str, Setting] = {
+    "lr": _declared(Rate),
+    **{
+        name: _declared(annotated)
+        for name, annotated in get_type_hints(Settings, include_extras=True).items()
+    },
 }
-
-_COUNTS = ("local_steps", "every")
-_SWITCHES = ("maximize", "gate")
-_CHOICES = {
-    "local_decay": LOCAL_DECAYS,
-    "local_reduction": LOCAL_REDUCTIONS,
-    "local_products": LOCAL_PRODUCTS,
-    "cap_by": CAPS,
-}
+DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
+LAYER_SETTINGS = tuple(name for name, setting in SETTINGS.items() if not setting.per_tensor)
+PLAN_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_plan)
+GRAPH_KEY_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_graph_key)
 
 
-class Components:
-    """The variants, solvers and regularizers that names stand for: built-in ones and the user's."""
+def with_guards(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings with ``guards=Guards(...)`` replaced by the settings it stands for.
 
-    def __init__(self) -> None:
-        self._roles: dict[str, tuple[type, dict[str, Any]]] = {
-            "variant": (Variant, dict(VARIANTS)),
-            "solver": (Solver, dict(SOLVERS)),
-            "regularizer": (Regularizer, dict(REGULARIZERS)),
-        }
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """Everything a group may override."""
-        return (*_NUMBERS, "cap", "max_rows", *_COUNTS, *_SWITCHES, *_CHOICES, *self._roles)
-
-    def variant(self, group: Mapping[str, Any]) -> Variant:
-        variant: Variant = self._find("variant", group["variant"])
-        return variant
-
-    def solver(self, group: Mapping[str, Any]) -> Solver:
-        solver: Solver = self._find("solver", group["solver"])
-        return solver
-
-    def regularizer(self, group: Mapping[str, Any]) -> Regularizer:
-        regularizer: Regularizer = self._find("regularizer", group["regularizer"])
-        return regularizer
-
-    def check(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Check a whole group and return it with every component replaced by its name."""
-        named = {**group, **{role: self._name(role, group[role]) for role in self._roles}}
-        for name, (low, may_equal, high) in _NUMBERS.items():
-            check_number(name, group[name], low, may_equal, high)
-        if group["cap"] is not None:
-            check_number("cap", group["cap"], 0.0, False, math.inf)
-        for name in (*_COUNTS, *(["max_rows"] if group["max_rows"] is not None else [])):
-            count = group[name]
-            if isinstance(count, bool) or not isinstance(count, Integral) or count < 1:
-                raise ValueError(f"Invalid {name}={count!r}. Must be an integer >= 1.")
-        for name, choices in _CHOICES.items():
-            if group[name] not in choices:
-                raise ValueError(unknown(name, group[name], choices))
-        for name in _SWITCHES:
-            if not isinstance(group[name], bool):
-                raise ValueError(f"Invalid {name}={group[name]!r}. Must be True or False.")
-        self._check_together(named)
-        return named
-
-    def _check_together(self, group: Mapping[str, Any]) -> None:
-        variant, solver = self.variant(group), self.solver(group)
-        if group["solver"] == "adagrad" and not group["eps"] > 0:
-            raise ValueError(
-                f"Invalid eps={group['eps']}. Must be > 0: with solver='adagrad' it is the start "
-                "of the accumulator that gradients are divided by."
-            )
-        if isinstance(solver, Exact):
-            if not variant.loss.closed_form:
-                raise ValueError(
-                    f"Variant {variant.name!r} has no closed form: solver='exact' does not apply. "
-                    "Use a first-order solver, or variant='locoprop-s', 'locoprop-m', 'natural-s' "
-                    "or 'proxprop'."
-                )
-            if type(self.regularizer(group)) not in (Regularizer, L2):
-                raise ValueError(
-                    f"solver='exact' solves the problem with the L2 regularizer; "
-                    f"regularizer={group['regularizer']!r} needs a first-order solver."
-                )
-
-    def _name(self, role: str, value: object) -> str:
-        cls, known = self._roles[role]
-        if value is None and role == "regularizer":
-            return "none"
-        if isinstance(value, str):
-            if value not in known:
-                raise ValueError(unknown(role, value, known))
-            return value
-        if not isinstance(value, cls):
-            raise TypeError(
-                f"Invalid {role}={value!r}. Expected one of {', '.join(known)}, or an instance of "
-                f"torch_locoprop's {cls.__name__}."
-            )
-        if isinstance(value, Variant):
-            _check_instance("target", value.target, Target)
-            _check_instance("loss", value.loss, LocalLoss)
-        return _remember(value, known)
-
-    def _find(self, role: str, name: object) -> Any:
-        """What a group's entry stands for, which may have been changed since it was checked."""
-        cls, known = self._roles[role]
-        if isinstance(name, str) and name in known:
-            return known[name]
-        if name is None or isinstance(name, str):
-            return known[self._name(role, name)]
-        raise TypeError(
-            f"Invalid {role}={name!r} in a parameter group, which holds names: {', '.join(known)}. "
-            f"A {cls.__name__} of your own is given when the optimizer, or the group, is made."
-        )
+    Raises:
+        TypeError: if ``guards`` is not a :class:`Guards`.
+        ValueError: if a setting is given both in ``guards`` and by itself.
+    """
+    found = dict(settings)
+    guards = found.pop("guards", None)
+    if guards is None:
+        return found
+    if not isinstance(guards, Guards):
+        raise TypeError(f"Invalid guards={guards!r}. Must be a torch_locoprop.Guards.")
+    both = [name for name in asdict(guards) if name in found]
+    if both:
+        raise ValueError(f"{', '.join(both)} is given by guards= and by itself. Give it once.")
+    return found | asdict(guards)
 
 
-def check_number(name: str, value: object, low: float, may_equal: bool, high: float) -> None:
-    """Raise unless ``low <= value < high`` (``low < value`` if the bound may not be reached)."""
-    bound = f"{'>=' if may_equal else '>'} {low:g}" + (
-        f" and < {high:g}" if high < math.inf else ""
+def check_names(settings: Iterable[str], what: str, also: Iterable[str] = ()) -> None:
+    """Raise ``ValueError`` for a name that is no setting.
+
+    Args:
+        settings: the names.
+        what: how the message calls them.
+        also: further names that are allowed.
+    """
+    for name in settings:
+        if name not in SETTINGS and name not in also:
+            raise ValueError(unknown(what, name, SETTINGS))
+
+
+def check_number(name: str, value: object, above: float, may_equal: bool, below: float) -> None:
+    """Raise ``ValueError`` unless ``above <= value < below``, or ``above < value`` if not may_equal."""
+    bound = f"{'>=' if may_equal else '>'} {above:g}" + (
+        f" and < {below:g}" if below < math.inf else ""
     )
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if isinstance(number, bool) or not isinstance(number, Real):
         raise ValueError(f"Invalid {name}={value!r}. Must be a number {bound}.")
     number = float(number)
-    inside = low <= number < high if may_equal else low < number < high
+    inside = above <= number < below if may_equal else above < number < below
     if not inside or not math.isfinite(number):
         raise ValueError(f"Invalid {name}={value}. Must be finite and {bound}.")
 
 
 def unknown(role: str, value: object, known: Iterable[str]) -> str:
-    """The message for a name that nobody knows."""
+    """Return the message for an unknown name, with the closest known one."""
     names = list(known)
     close = difflib.get_close_matches(str(value).lower(), names, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"Unknown {role} {value!r}.{hint} Known: {', '.join(names)}."
-
-
-def _check_instance(role: str, value: object, cls: type) -> None:
-    if not isinstance(value, cls):
-        raise TypeError(f"Invalid {role}={value!r} in a variant. Must be a {cls.__name__}.")
-
-
-def _remember(value: Any, known: dict[str, Any]) -> str:
-    """The name under which an object is known; the same in every run that builds the same groups.
-
-    An object equal to a known one shares its name. A dataclass is known by its parameters, so that a
-    state dict is not loaded into one with others.
-    """
-    for name, other in known.items():
-        if _same(value, other):
-            return name
-    plain = str(getattr(value, "name", type(value).__name__))
-    base = repr(value) if is_dataclass(value) and not isinstance(value, Variant) else plain
-    name, number = base, 1
-    while name in known:
-        number += 1
-        name = f"{base}-{number}"
-    known[name] = value
-    return name
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two components are of one class and have equal parameters."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or isinstance(one, Tensor):
-        return False
-    if is_dataclass(one):
-        return all(_same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
-    if hasattr(one, "__dict__"):
-        mine, theirs = vars(one), vars(other)
-        return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
-    return bool(one == other)

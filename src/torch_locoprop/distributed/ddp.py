@@ -1,58 +1,131 @@
-"""What processes that train one model agree on, and whether they will."""
+"""Processes that train one model under ``DistributedDataParallel``.
+
+DDP averages the gradients of its processes. A local problem also needs what the rows add in its
+iterations. Added up over the processes, that is the sum over all their rows, so every process finds the
+same solution, which is the solution of one process with the whole batch.
+
+Functions here take tensors and numbers; they know neither layers nor settings.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-
-from torch_locoprop.config.groups import Group
-from torch_locoprop.config.settings import Components
-from torch_locoprop.distributed.exchange import Together
-from torch_locoprop.recording.layer_record import ServedLayer
-from torch_locoprop.solvers import FirstOrder
-
-DRIFT = (
-    "torch.distributed has several processes, but no layer was called through "
-    "DistributedDataParallel (inside a compiled graph that is not seen). Each process solves its local "
-    "problems with its own rows only, so their weights drift apart unless local_steps=1."
-)
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 
-def agree(group: Any, layers: Sequence[ServedLayer], terms: float) -> float:
-    """Tell all layers what all processes have of them; return the mean of the losses' terms."""
-    device = layers[0].given[0].device if layers else "cpu"
-    own = [float(number) for layer in layers for number in _known(layer)]
+class LayerFacts(NamedTuple):
+    """What one process knows of a layer in this step."""
+
+    rows: int
+    has_rows: bool
+    has_gram: bool  # instead of rows
+    role: str  # transfer and place in the model, which must be the same in all processes
+
+
+@dataclass(frozen=True)
+class Together:
+    """What all processes together know of a layer before they solve its problem."""
+
+    group: Any  # of torch.distributed
+    rows: int  # of all processes
+    all_have_rows: bool  # every process has rows and sees the layer in the same role
+    some_have_gram: bool  # a process keeps XᵀX instead of its rows
+
+    @property
+    def processes(self) -> int:
+        """The number of processes."""
+        return torch.distributed.get_world_size(self.group)
+
+    def average(self, mean: Tensor) -> Tensor:
+        """Return the mean over the processes of what is a mean over rows in each."""
+        mean = mean.clone()
+        Exchange(self, mean=True).add_up([mean])
+        return mean
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Adds up, over the processes, what each has of its own rows of one problem."""
+
+    together: Together
+    mean: bool  # divide by the number of processes: a row counts its share in its process's mean
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all processes together."""
+        return self.together.rows
+
+    @property
+    def some_have_gram(self) -> bool:
+        """True if a process keeps XᵀX in place of its rows."""
+        return self.together.some_have_gram
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor, in place and in all processes, by its sum over them."""
+        for tensor in tensors:
+            whole = tensor.contiguous()
+            torch.distributed.all_reduce(whole, group=self.together.group)
+            if self.mean:
+                whole /= self.together.processes
+            if whole is not tensor:
+                tensor.copy_(whole)
+
+    def average(self, mean: Tensor) -> Tensor:
+        """Return the mean over the processes of what is a mean over rows in each."""
+        return self.together.average(mean)
+
+
+def averaging_processes() -> Any:
+    """Return the process group of the DDP module whose forward pass runs now; None if there is none."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    if wrapper is None or torch.distributed.get_world_size(wrapper.process_group) == 1:
+        return None
+    return wrapper.process_group
+
+
+def agree(
+    group: Any, layers: Sequence[LayerFacts], terms: float, device: torch.device
+) -> tuple[list[Together], float]:
+    """Exchange, in one reduction, what all processes know of their layers.
+
+    Args:
+        group: the process group.
+        layers: this process's facts, for the same layers in every process.
+        terms: number of terms that this process's loss sums.
+        device: where the reduction runs.
+
+    Returns:
+        What all know of each layer, and the mean of the numbers of terms.
+    """
+    own = [float(number) for layer in layers for number in _numbers(layer)]
     sums = torch.tensor([*own, terms], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(sums, group=group)
     *all_known, terms = sums.tolist()
     world = torch.distributed.get_world_size(group)
-    for i, layer in enumerate(layers):
-        rows, with_rows, with_gram, kinds, squares = all_known[5 * i : 5 * i + 5]
-        alike = world * squares == kinds**2
-        layer.together = Together(group, int(rows), alike and with_rows == world, with_gram > 0)
-    return terms / world
+    found = []
+    for i in range(len(layers)):
+        rows, with_rows, with_gram, roles, squares = all_known[5 * i : 5 * i + 5]
+        alike = world * squares == roles**2
+        found.append(Together(group, int(rows), alike and with_rows == world, with_gram > 0))
+    return found, terms / world
 
 
-def _known(layer: ServedLayer) -> tuple[int, ...]:
-    """What this process has of a layer, and a number for what it takes it for, with its square."""
-    name = None if layer.transfer is None else layer.transfer.name
-    kind = zlib.crc32(f"{name} {layer.is_output}".encode()) % 9973
-    return layer.row_count, layer.has_rows, layer.has_gram, kind, kind**2
+def _numbers(layer: LayerFacts) -> tuple[int, ...]:
+    """Return the facts as numbers that can be summed; equal roles show in the sum of squares."""
+    role = zlib.crc32(layer.role.encode()) % 9973
+    return layer.rows, layer.has_rows, layer.has_gram, role, role**2
 
 
-def drift_apart(processes: Any, groups: Iterable[Group], components: Components) -> bool:
-    """Whether there are other processes, none of which was seen to average gradients with this one."""
+def are_several() -> bool:
+    """Return True if ``torch.distributed`` runs several processes."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return False
-    alone = torch.distributed.get_world_size() == 1
-    return not alone and processes is None and any(_has_curvature(g, components) for g in groups)
-
-
-def _has_curvature(group: Group, components: Components) -> bool:
-    """Whether a step is more than one iteration along the gradients of the parameters."""
-    needs = components.variant(group).target.needs | components.regularizer(group).needs
-    plain = group["local_steps"] == 1 and isinstance(components.solver(group), FirstOrder)
-    return not plain or "fisher" in needs
+    return torch.distributed.get_world_size() > 1

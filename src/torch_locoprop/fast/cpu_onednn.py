@@ -14,11 +14,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast.dispatch import transfer_of
+from torch_locoprop.fast.eligibility import transfer_of
 from torch_locoprop.paper.gram import Gram
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
+from torch_locoprop.solvers.first_order import Iterate
 
 SWITCHED_OFF = False  # everything takes its plain way
 
@@ -34,11 +35,11 @@ TRANSFERS: dict[type[Transfer], tuple[Callable[[Tensor], Tensor] | None, str]] =
 }
 
 
-class Joined:
-    """The iterate of a local problem, to be moved in place, and the gradient where it is."""
+class Joined(Iterate):
+    """The iterate of a local problem as one matrix ``[W b]``, moved in place, and its gradient."""
 
     def __init__(self, problem: LocalProblem, gram: Gram | None) -> None:
-        self._problem, self._gram = problem, gram
+        self.problem, self._gram = problem, gram
         self._iterate = _joined(problem.start)
         if gram is None:
             self._change = _by_rows(problem, self._iterate)
@@ -49,16 +50,15 @@ class Joined:
 
     def gradient(self) -> Tensors:
         change = self._change(self._iterate)
-        if self._problem.row_weight != 1:
-            change *= self._problem.row_weight
-        parts = _parts(change, self._problem.start)
-        return {name: t.add_(self._problem.first_gradient[name]) for name, t in parts.items()}
+        if self.problem.row_weight != 1:
+            change *= self.problem.row_weight
+        parts = _parts(change, self.problem.start)
+        return {name: t.add_(self.problem.first_gradient[name]) for name, t in parts.items()}
 
     def found(self) -> Tensors:
-        """The tensors that the iterate has come to."""
         if self._gram is None:
             return self.at
-        return {name: t.add_(self._problem.start[name]) for name, t in self.at.items()}
+        return {name: t.add_(self.problem.start[name]) for name, t in self.at.items()}
 
 
 def fits(problem: LocalProblem) -> bool:

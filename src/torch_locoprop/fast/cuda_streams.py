@@ -1,7 +1,10 @@
-"""Independent pieces of work side by side: each on a CUDA stream of its own while a graph is captured.
+"""CUDA streams for independent work, used while a CUDA graph is recorded.
 
-Run one by one, the small layers of a network leave most of a GPU idle. Outside a capture the host
-launches the kernels and is the slower part, so the work stays on one stream.
+Solved one after the other, the small layers of a network leave most of a GPU idle. In a recording
+each layer's problem therefore goes to a side stream of its own (:func:`side_streams`), and inside
+:func:`overlapping_backward` it may start while the backward passes of the layers below still run,
+with the weight gradients on further streams. Outside of a recording the host is the slower part, so
+all work stays on one stream and every function here does nothing.
 """
 
 from __future__ import annotations
@@ -13,29 +16,33 @@ from functools import cache
 import torch
 from torch import Tensor
 
-LANES = 24  # at most
-FEW = 4  # where libraries take memory for each of them: cuBLAS does, 32 MiB on an H200
-BESIDE = 4  # likewise
+MANY_STREAMS = 24  # side streams at most
+FEW_STREAMS = 4  # where a library takes memory for each stream: cuBLAS does, 32 MiB on an H200
+GRADIENT_STREAMS = 4  # streams for weight gradients, few for the same reason
 
-Lane = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
+SideStream = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
 
 
 @contextmanager
-def lanes(most: int = LANES) -> Iterator[Lane]:
-    """Give ``lane``: work inside ``with lane(None):`` starts after all that came before ``lanes()``.
+def side_streams(most: int = MANY_STREAMS) -> Iterator[SideStream]:
+    """Yield a function ``side`` that puts work on a side stream: ``with side(None): ...``.
 
-    Or, given a mark, after what came before that. Everything afterwards comes after all of it. Tensors
-    that the work reads must live that long.
+    Work inside ``side(None)`` starts after everything before ``side_streams()``; inside ``side(event)``
+    it starts after the event. Everything after the context waits for all of it. Tensors that the work
+    reads must stay alive until then.
+
+    Args:
+        most: number of streams to use; further pieces of work share them.
     """
-    if not _is_capturing():
+    if not _is_recording():
         yield lambda _: nullcontext()
         return
     main = torch.cuda.current_stream()
-    streams = _others(_streams(torch.cuda.current_device()))[:most]
+    streams = _others(_side_streams(torch.cuda.current_device()))[:most]
     used: list[torch.cuda.Stream] = []
 
     @contextmanager
-    def lane(after: torch.cuda.Event | None) -> Iterator[None]:
+    def side(after: torch.cuda.Event | None) -> Iterator[None]:
         used.append(streams[len(used)] if len(used) < len(streams) else used.pop(0))
         if after is None:
             used[-1].wait_stream(main)
@@ -45,113 +52,122 @@ def lanes(most: int = LANES) -> Iterator[Lane]:
             yield
 
     try:
-        yield lane
+        yield side
     finally:
         for stream in used:
             main.wait_stream(stream)
 
 
-_gradients_stay = False
-_beside: torch.cuda.Stream | None = None  # where the work beside goes now
-_beside_all: list[torch.cuda.Stream] = []  # and where all of it went
-_held: list[Tensor] = []  # what it reads, which must not be written over meanwhile
+_overlapping = False
+_gradient_stream: torch.cuda.Stream | None = None  # where weight gradients go at the moment
+_used_gradient_streams: list[torch.cuda.Stream] = []
+_read: list[Tensor] = []  # tensors that the gradient streams read: they must not be overwritten
 
 
 @contextmanager
-def as_gradients_come() -> Iterator[None]:
-    """Between here and the end, nobody changes a gradient or reads a weight after its layer's backward.
+def overlapping_backward() -> Iterator[None]:
+    """Allow a layer's work to start beside the backward passes of the layers below it.
 
-    Nor has anything but the layer a share in its gradients. Then the work of a layer may start beside
-    the backward passes of the layers before it. All of it is done at the end.
+    The caller promises that inside this context nobody changes a gradient, or reads a weight after
+    its layer's backward pass, and that each layer alone contributes to its gradients. All work has
+    ended, in the order of streams, at the end of the context.
     """
-    global _gradients_stay
-    before, _gradients_stay = _gradients_stay, True
+    global _overlapping
+    before, _overlapping = _overlapping, True
     try:
         yield
     finally:
-        _gradients_stay = before
-        main_alone()
-        _held.clear()
-        join()
+        _overlapping = before
+        leave_gradient_stream()
+        _read.clear()
+        wait_for_gradient_streams()
 
 
-def gradients_stay() -> bool:
-    """Whether that is so now."""
-    return _gradients_stay
+def is_overlapping() -> bool:
+    """Return True inside :func:`overlapping_backward`."""
+    return _overlapping
 
 
-def mark() -> torch.cuda.Event | None:
-    """What has come so far, beside too, if work may start after it."""
+def ready_event() -> torch.cuda.Event | None:
+    """Return an event after all work so far, weight gradients included; None outside of overlap."""
     if not _starts_early():
         return None
     event, main = torch.cuda.Event(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
-    if _beside is not None:
-        _beside.wait_stream(main)
-    event.record(_beside or main)
+    if _gradient_stream is not None:
+        _gradient_stream.wait_stream(main)
+    event.record(_gradient_stream or main)
     return event
 
 
-def open_beside(*read: Tensor) -> None:
-    """Let work beside begin here: after what came so far, and before what comes next."""
-    global _beside
+def enter_gradient_stream(*read: Tensor) -> None:
+    """Choose a gradient stream for the layer whose backward pass runs; it starts after the work so far.
+
+    Args:
+        read: tensors that its work will read.
+    """
+    global _gradient_stream
     if not _starts_early():
         return
-    streams = _others(_streams_beside(torch.cuda.current_device()))
-    _beside = streams[len(_beside_all) % len(streams)]
-    _beside.wait_stream(torch.cuda.current_stream())
-    _beside_all.append(_beside)
-    _held.extend(read)
+    streams = _others(_gradient_streams(torch.cuda.current_device()))
+    _gradient_stream = streams[len(_used_gradient_streams) % len(streams)]
+    _gradient_stream.wait_stream(torch.cuda.current_stream())
+    _used_gradient_streams.append(_gradient_stream)
+    _read.extend(read)
 
 
-def main_alone() -> None:
-    """From here on there is no work beside."""
-    global _beside
-    _beside = None
+def leave_gradient_stream() -> None:
+    """Put the work of the next layer on the main stream, until it enters a gradient stream."""
+    global _gradient_stream
+    _gradient_stream = None
 
 
-def join() -> None:
-    """What comes next waits for all the work beside there was."""
-    streams = dict.fromkeys(_beside_all)
-    _beside_all.clear()
+def wait_for_gradient_streams() -> None:
+    """Make the current stream wait for all weight gradients so far."""
+    streams = dict.fromkeys(_used_gradient_streams)
+    _used_gradient_streams.clear()
     for stream in streams:
         torch.cuda.current_stream().wait_stream(stream)
 
 
-def beside(*read: Tensor) -> AbstractContextManager[object]:
-    """Work inside is beside, if that is open."""
-    if _beside is None:
+def on_gradient_stream(*read: Tensor) -> AbstractContextManager[object]:
+    """Put the work inside on the present gradient stream, if a layer has entered one.
+
+    Args:
+        read: tensors that the work reads.
+    """
+    if _gradient_stream is None:
         return nullcontext()
-    _held.extend(read)
-    return torch.cuda.stream(_beside)
+    _read.extend(read)
+    return torch.cuda.stream(_gradient_stream)
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make the device the current one: streams, CUDA graphs and Triton's kernels use that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _starts_early() -> bool:
-    return _gradients_stay and _is_capturing()
+    return _overlapping and _is_recording()
 
 
-def _is_capturing() -> bool:
+def _is_recording() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _others(streams: list[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-    """Without the current one: torch has few streams, and may give one of these to a recording."""
+    """Return the streams without the current one: torch may give one of them to a recording."""
     now = torch.cuda.current_stream()
     return [stream for stream in streams if stream != now]
 
 
 @cache
-def _streams(device: int) -> list[torch.cuda.Stream]:
-    """Made once: torch has few of them, and gives the same to several who ask."""
-    return [torch.cuda.Stream(device) for _ in range(LANES)]  # type: ignore[no-untyped-call]
+def _side_streams(device: int) -> list[torch.cuda.Stream]:
+    """Made once: torch has few streams, and gives the same one to several who ask."""
+    return [torch.cuda.Stream(device) for _ in range(MANY_STREAMS)]  # type: ignore[no-untyped-call]
 
 
 @cache
-def _streams_beside(device: int) -> list[torch.cuda.Stream]:
-    """Ahead of the lanes, which wait for what they do."""
+def _gradient_streams(device: int) -> list[torch.cuda.Stream]:
+    """Ahead of the side streams, which wait for the weight gradients."""
     make = torch.cuda.Stream
-    return [make(device, priority=-1) for _ in range(BESIDE)]  # type: ignore[no-untyped-call]
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Work goes to this device: streams, graphs and Triton's kernels ask for the current one."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return [make(device, priority=-1) for _ in range(GRADIENT_STREAMS)]  # type: ignore[no-untyped-call]

@@ -1,35 +1,158 @@
-"""Which local problems have fast paths: ``kernels/local.py`` (GPU) and ``solvers/joined.py`` (CPU)."""
+"""The only door to ``fast/``: decides who does a piece of work, the plain code or a faster path.
+
+Every fast path computes the numbers of its plain version, to rounding, and is tested against it. Other
+packages import this module and nothing else of ``fast/``:
+
+- :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
+- :func:`finite`, :func:`write`: the check and the write of a solution in one kernel each;
+- ``streams``: side streams for independent layers while a CUDA graph is recorded;
+- ``graphs``: recording and replaying work as a CUDA graph;
+- ``overlap``: weight gradients computed beside the backward pass.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
-from torch_locoprop.layers import Layer
-from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.fast import cpu_gram, cpu_onednn, rmsprop_in_place
+from torch_locoprop.fast import cuda_graph as graphs
+from torch_locoprop.fast import cuda_streams as streams
+from torch_locoprop.fast import overlapped_weight_grads as overlap
+from torch_locoprop.fast.eligibility import transfer_in
+from torch_locoprop.fast.triton import availability, guarded_writes, local_iterations
+from torch_locoprop.fast.triton import matrix_products as products
+from torch_locoprop.paper.gram import Gram, full_products
+from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.losses import LocalLoss, Matching, Squared
 from torch_locoprop.paper.regularizers import Regularizer
-from torch_locoprop.paper.targets import GradientDescent, MirrorDescent, Target
-from torch_locoprop.paper.transfers import Linear, Transfer
+from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.paper.variants import Variant
+from torch_locoprop.solvers import FirstOrder, Numbers, Solver
+from torch_locoprop.solvers.base import States
+from torch_locoprop.solvers.first_order import Iterate
+
+__all__ = [
+    "advance_",
+    "finite",
+    "gram",
+    "graphs",
+    "is_launched_alone",
+    "may_have_kernels",
+    "overlap",
+    "solve",
+    "streams",
+    "write",
+]
+
+# Multiplications up to which, outside of a CUDA graph, launching our kernel for XᵀX takes the host
+# longer than cuBLAS takes the GPU.
+SMALL = 2**31
 
 
-def transfer_of(problem: LocalProblem) -> type[Transfer] | None:
-    """The f of a linear layer's problem whose residual is ``f(a) − f(a₀)`` and that asks for no more.
+def solve(
+    solver: Solver,
+    problem: LocalProblem,
+    states: States,
+    numbers: dict[str, Numbers],
+    local_steps: int,
+    local_decay: str,
+) -> tuple[Tensors, States]:
+    """Solve a local problem as ``solver.solve`` does, by the fastest path that takes it.
 
-    None for all other problems, which take the plain way.
+    Returns:
+        The new tensors and the new states, as :meth:`torch_locoprop.solvers.Solver.solve`.
     """
-    parts = (problem.layer, problem.loss, problem.target, problem.regularizer, problem.transfer)
-    others = problem.g is not None or problem.exchange is not None
-    return None if others or isinstance(problem.row_weight, Tensor) else transfer_in(*parts)
+    if not isinstance(solver, FirstOrder) or type(solver).solve is not FirstOrder.solve:
+        return solver.solve(problem, states, numbers, local_steps, local_decay)
+    is_rmsprop = rmsprop_in_place.fits(solver)
+    if is_rmsprop and local_iterations.fits(problem, states, numbers):
+        states = {
+            name: states[name] or solver.init(tensor, numbers[name].at(1.0, tensor))
+            for name, tensor in problem.start.items()
+        }
+        return local_iterations.solve(problem, states, numbers, local_steps, local_decay)
+    gram = problem.through_gram(local_steps)
+    own_rule = type(solver).advance_ is not FirstOrder.advance_
+    joined = local_steps > 1 and not own_rule and cpu_onednn.fits(problem)
+    iterate = cpu_onednn.Joined(problem, gram) if joined else Iterate(problem, gram)
+    advance = rmsprop_in_place.advance_ if is_rmsprop else solver.advance_
+    return solver.iterate(iterate, states, numbers, local_steps, local_decay, advance)
 
 
-def transfer_in(
-    layer: Layer, loss: LocalLoss, target: Target, regularizer: Regularizer, transfer: Transfer
-) -> type[Transfer] | None:
-    """The same, as far as these tell."""
-    if type(layer) is not LinearLayer or regularizer.has_direction or regularizer.has_prox:
-        return None
-    if (type(loss), type(target)) == (Squared, GradientDescent):
-        return Linear
-    matching = (type(loss), type(target)) == (Matching, MirrorDescent)
-    return type(transfer) if matching else None
+def advance_(
+    solver: FirstOrder,
+    tensor: Tensor,
+    gradient: Tensor,
+    state: Tensors,
+    numbers: Numbers,
+    rate: float,
+) -> None:
+    """Move a tensor and its state in place by one step, as ``solver.advance_`` does."""
+    own = rmsprop_in_place.advance_ if rmsprop_in_place.fits(solver) else solver.advance_
+    own(tensor, gradient, state, numbers, rate)
+
+
+def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gram:
+    """Return XᵀX of rows, as :meth:`torch_locoprop.paper.gram.Gram.of` does.
+
+    Args:
+        x: rows ``[..., rows, n]``.
+        weight: how often each row counts ``[rows, 1]``; None counts each once.
+        apart: True if the product is not part of the solution of a layer's problem, so that in an
+            ordinary loop the host launches it by itself.
+    """
+    if weight is not None:
+        return Gram.of(x, weight)
+    small = apart and is_launched_alone(x) and x.numel() * x.shape[-1] <= SMALL
+    if not small and products.square_fits(x):
+        both = products.square(x)
+        return Gram(both[..., :-1, :], both[..., -1, :], x.shape[-2])
+    if cpu_gram.fits(x):
+        with full_products(x):
+            return Gram(cpu_gram.square(x), x.sum(-2), x.shape[-2])
+    return Gram.of(x)
+
+
+def is_launched_alone(x: Tensor) -> bool:
+    """Return True if work beside a backward pass on this device is no part of a CUDA graph.
+
+    All steps of :class:`~torch_locoprop.TrainingStep` count as parts of a graph, also the first ones,
+    which are not: a resumed run must do the same work in them as the run it continues.
+    """
+    return x.is_cuda and not streams.is_overlapping()
+
+
+def may_have_kernels(
+    linear_map: LinearMap,
+    variant: Variant,
+    regularizer: Regularizer,
+    solver: Solver,
+    transfer: Transfer,
+    weight: Tensor,
+) -> bool:
+    """Return True if the kernels in ``triton/`` will take such a problem, as far as its parts tell."""
+    f = transfer_in(linear_map, variant.loss, variant.target, regularizer, transfer)
+    fits = f in local_iterations.TRANSFERS and availability.takes([weight])
+    return fits and solver.name == "rmsprop"
+
+
+def finite(tensors: Sequence[Tensor], members: int = 1) -> Tensor | None:
+    """Return bool ``[members]``: whether each member's entries are all finite; None: no fast path."""
+    return guarded_writes.finite(tensors, members) if availability.takes(tensors) else None
+
+
+def write(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Write new tensors over old ones where ``ok [members]`` is true; return False if not taken.
+
+    Args:
+        ok: one flag for each member, or a single one.
+        pairs: new and old tensors.
+    """
+    tensors = [tensor for pair in pairs for tensor in pair]
+    if not availability.takes(tensors) or any(t.device != ok.device for t in tensors):
+        return False
+    guarded_writes.write(ok.reshape(-1), pairs)
+    return True

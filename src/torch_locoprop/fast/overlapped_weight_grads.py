@@ -1,13 +1,14 @@
-"""Gradients of a linear layer's weights, aside from the backward pass.
+"""Weight gradients of a linear layer, computed beside the backward pass.
 
-Autograd computes them before it goes on to the layer below, and in a captured step, whose local
-problems start as their gradients come, all layers below wait for that. Here they are computed on
-another stream.
+Autograd computes a layer's weight gradient before it continues with the layer below. In a recorded
+step, whose local problems start as soon as their gradients exist, all layers below would wait for
+that product. Here it goes to a stream of its own (``cuda_streams``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,46 +16,66 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from torch_locoprop.fast import cuda_streams
-from torch_locoprop.recording.layer_record import ServedLayer
 
 
-def takes(layer: ServedLayer, x: Tensor, out: Tensor) -> bool:
-    """Whether the layer is one for this, and a step of our own is being taken.
+class Overlapping(Protocol):
+    """What is asked of a layer's record here."""
 
-    Not if gradients of its rows are asked for: they follow the lengths of these, which come later.
+    module: nn.Module
+    outputs_overlapped: int  # calls since the last step whose gradients are computed here
+
+    @property
+    def may_overlap(self) -> bool:
+        """True if the step needs no gradients of rows, whose scale follows the weight gradients."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, nn.Parameter]:
+        """The layer's parameters by name."""
+        ...
+
+
+def takes(layer: Overlapping, x: Tensor, out: Tensor) -> bool:
+    """Return True if the gradients of this call can be computed beside the backward pass.
+
+    Args:
+        layer: the record of the layer that was called.
+        x: its input.
+        out: its output.
     """
     if not (
-        cuda_streams.gradients_stay() and _is_worth_while(x) and type(layer.module) is nn.Linear
+        cuda_streams.is_overlapping() and _is_worthwhile(x) and type(layer.module) is nn.Linear
     ):
         return False
     weight, bias = layer.module.weight, layer.module.bias
-    trained = bias is not None and weight.requires_grad and bias.requires_grad
+    if bias is None or not (weight.requires_grad and bias.requires_grad):
+        return False
     plain = out.grad_fn is not None and out.grad_fn.name() == "AddmmBackward0"
-    alone = layer.may_come_aside and not layer.obstacle
-    return trained and plain and alone and x.dtype == out.dtype == weight.dtype == bias.dtype
+    same = x.dtype == out.dtype == weight.dtype == bias.dtype
+    return plain and same and layer.may_overlap
 
 
-def _is_worth_while(x: Tensor) -> bool:
-    return x.is_cuda
-
-
-def output(layer: ServedLayer, x: Tensor, out: Tensor) -> Tensor:
-    """The layer's output, whose gradients come in this way."""
-    layer.outputs_aside += 1
+def output(layer: Overlapping, x: Tensor, out: Tensor) -> Tensor:
+    """Return the layer's output with a backward pass that overlaps the weight gradients."""
+    layer.outputs_overlapped += 1
     found: Tensor = _Output.apply(  # type: ignore[no-untyped-call]
         out.detach(), x, layer.module.weight, layer.module.bias, layer
     )
     return found
 
 
+def _is_worthwhile(x: Tensor) -> bool:
+    return x.is_cuda
+
+
 class _Output(Function):
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, layer: ServedLayer
+        ctx: Any, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, layer: Overlapping
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        ctx.mark_dirty(out)  # not a view of it, which nobody could change in place
+        ctx.mark_dirty(out)  # the output is not a view, which could not be changed in place
         return out
 
     @staticmethod
@@ -62,16 +83,16 @@ class _Output(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         below = None
-        if ctx.needs_input_grad[1]:  # else there is nothing below that would have to wait
+        if ctx.needs_input_grad[1]:  # otherwise no layer below would have to wait
             if _are_taken_over(ctx.layer):
-                cuda_streams.open_beside(g, x)
+                cuda_streams.enter_gradient_stream(g, x)
             else:
-                cuda_streams.join()
+                cuda_streams.wait_for_gradient_streams()
             below = g @ weight
-        with cuda_streams.beside():
+        with cuda_streams.on_gradient_stream():
             return None, below, g.mT @ x, torch.mv(g.mT, g.new_ones(len(g))), None
 
 
-def _are_taken_over(layer: ServedLayer) -> bool:
-    """Whether autograd takes the gradients as they are: no sum of several, which would not wait."""
-    return layer.outputs_aside == 1 and all(p.grad is None for p in layer.tensors.values())
+def _are_taken_over(layer: Overlapping) -> bool:
+    """Return True if autograd takes the gradients as they are: a sum of several would not wait."""
+    return layer.outputs_overlapped == 1 and all(p.grad is None for p in layer.tensors.values())

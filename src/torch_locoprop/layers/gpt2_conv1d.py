@@ -8,25 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_locoprop.layers.linear import LinearLayer, refuses_tensors
+from torch_locoprop.layers.base import own_forward, serves, unusual_tensors
+from torch_locoprop.layers.linear import LinearLayer
 
 
 @dataclass(frozen=True)
 class TransposedLinear(LinearLayer):
-    """The local problem's view of it: that of ``nn.Linear``, on the transposed weight."""
+    """The adapter of ``Conv1D``: that of ``nn.Linear``, on the transposed weight."""
 
     d: int  # output features
     kind = "Conv1D"
-
-    @classmethod
-    def of(cls, module: nn.Module) -> TransposedLinear:
-        return cls(int(module.nf))  # type: ignore[arg-type]
+    arguments = ("x",)
 
     def refuses(self, module: nn.Module) -> str | None:
         original: Any = next(cls for cls in type(module).__mro__ if cls.__name__ == self.kind)
-        if type(module).forward is not original.forward or "forward" in vars(module):
-            return f"{type(module).__name__} has a forward of its own"
-        return refuses_tensors(module)
+        return own_forward(module, original.forward) or unusual_tensors(module)
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:
         return tensor.mT if name == "weight" else tensor
@@ -36,3 +32,9 @@ class TransposedLinear(LinearLayer):
 
     def collect(self, inputs: Sequence[Tensor], outputs: Sequence[Any], like: Tensor) -> Tensor:
         return super().collect(inputs, outputs, like.mT)
+
+
+@serves("transformers.pytorch_utils.Conv1D")
+def gpt2_conv1d(module: Any) -> TransposedLinear:
+    """Return the layer kind of GPT-2's ``Conv1D``."""
+    return TransposedLinear(int(module.nf))

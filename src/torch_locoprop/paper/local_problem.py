@@ -11,17 +11,16 @@ bit, and the problem sees whatever was done to ``G`` (clipping, averaging, a pen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from torch_locoprop.distributed.exchange import Exchange, averaged
-from torch_locoprop.layers import Layer
-from torch_locoprop.paper.gram import Gram, saves_work
+from torch_locoprop.paper.gram import Gram, GramOf, saves_work
+from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
 from torch_locoprop.paper.targets import Target
@@ -30,24 +29,46 @@ from torch_locoprop.paper.transfers import Transfer
 
 
 class Before(NamedTuple):
-    """What the forward pass knows of the start: it was at a weight that has shrunk since."""
+    """The pre-activations of the forward pass, at a weight that weight decay has shrunk since."""
 
-    a: Tensor  # its pre-activations [..., rows, d]
-    lr: Number  # of the weight, one or [K], and likewise
-    weight_decay: Number  # their product is what the weight has lost
+    a: Tensor  # pre-activations [..., rows, d]
+    lr: Number  # the weight's learning rate, one or [K]
+    weight_decay: Number  # one or [K]; the weight has lost lr · weight_decay of itself
 
     def at_start(self, bias: Tensor | None) -> Tensor:
-        """The pre-activations at the start, of which the bias is part as it was."""
+        """Return the pre-activations at the start of the problem; the bias has not shrunk."""
         lost = spread(self.lr * self.weight_decay, self.a)
         return self.a - lost * (self.a if bias is None else self.a - bias.unsqueeze(-2))
+
+
+class OtherRows(Protocol):
+    """The rows of one problem that other processes hold."""
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all processes together."""
+        ...
+
+    @property
+    def some_have_gram(self) -> bool:
+        """True if a process keeps XᵀX in place of its rows."""
+        ...
+
+    def add_up(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each tensor, in place, by its sum over the processes (or mean, for mean losses)."""
+        ...
+
+    def average(self, mean: Tensor) -> Tensor:
+        """Return the mean over the processes of what is a mean over rows in each."""
+        ...
 
 
 @dataclass(frozen=True)
 class LocalProblem:
     """``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer."""
 
-    layer: Layer
-    x: Any  # the layer's inputs as its kind keeps them (linear: [..., rows, n]), or their Gram
+    linear_map: LinearMap
+    x: Any  # the layer's inputs as the map keeps them (dense: [..., rows, n]), or their Gram
     start: Tensors  # W: the trained ones of "weight" [..., d, n] and "bias" [..., d]
     fixed: Tensors  # the frozen ones
     backprop: Tensors  # G: the ordinary gradient of each tensor in start
@@ -66,8 +87,9 @@ class LocalProblem:
     before: Before | None = None
     base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
     products: str = "full"  # or "bf16": how exact those after the first gradient need to be
-    exchange: Exchange | None = None  # with the processes that have other rows of the problem
-    number: int = 0  # of this problem among all that the layer has had
+    others: OtherRows | None = None  # the rows that other processes have of the problem
+    gram_of: GramOf = Gram.of  # computes XᵀX of rows; the fast paths have their own
+    number: int = 0  # how many problems the layer has had before this one
 
     @cached_property
     def a0(self) -> Tensor:
@@ -107,18 +129,22 @@ class LocalProblem:
     @cached_property
     def inputs(self) -> Tensor:
         """The rows that multiply the trained columns ``[W b]``."""
-        return self.layer.inputs(self.x, "weight" in self.start, "bias" in self.start)
+        return self.linear_map.inputs(self.x, "weight" in self.start, "bias" in self.start)
 
     def through_gram(self, local_steps: int) -> Gram | None:
         """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
         d = self._like.shape[-2 if "weight" in self.start else -1]
-        if self.exchange is not None:
+        if self.others is not None:
             return self._gram_of_all(d, local_steps - 1)
         if isinstance(self.x, Gram):
             return self.x.to(self._like.dtype)
-        return self.layer.gram(self.x, d, local_steps - 1, self._own_weights)
+        if not self.linear_map.holds_rows:
+            return None
+        rows, n = self.x.shape[-2:]
+        cheaper = saves_work(rows, d, n, local_steps - 1)
+        return self.gram_of(self.x, self._own_weights) if cheaper else None
 
     def square(self, dtype: torch.dtype) -> Tensor:
         """``[X 1]ᵀ[X 1]`` of the trained columns and of all rows, each as often as it counts."""
@@ -132,7 +158,7 @@ class LocalProblem:
         """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
         if gram is not None:
             added = gram.gradient(self.displacement(at))
-            return self._after_first(added if self.exchange is not None else self._weighted(added))
+            return self._after_first(added if self.others is not None else self._weighted(added))
         delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
         change = delta if self.delta0 is None else delta - self.delta0
         if self._own_weights is not None:
@@ -157,7 +183,7 @@ class LocalProblem:
             half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
             return linear + self.of_all(self.row_weight * half) + penalty
         still = {name: torch.zeros_like(t) for name, t in self.fixed.items()}
-        change = self.layer.forward(self.x, **moved, **still)
+        change = self.linear_map.forward(self.x, **moved, **still)
         if self.loss.is_quadratic(self.transfer):
             beyond_linear = 0.5 * change.square().sum(-1)
         else:
@@ -211,7 +237,7 @@ class LocalProblem:
     def _forward(self, at: Tensors) -> Tensor:
         """The pre-activations at these tensors."""
         tensors = {name: self.base[name] + t if self.base else t for name, t in at.items()}
-        return self.layer.forward(self.x, **tensors, **self.fixed)
+        return self.linear_map.forward(self.x, **tensors, **self.fixed)
 
     @property
     def _own_weights(self) -> Tensor | None:
@@ -235,17 +261,17 @@ class LocalProblem:
 
     def averaged(self, mean: Tensor) -> Tensor:
         """A mean over these rows, over all rows."""
-        return mean if self.exchange is None else averaged(mean, self.exchange.together)
+        return mean if self.others is None else self.others.average(mean)
 
     def _exchanged(self, of_rows: Tensors) -> Tensors:
-        if self.exchange is not None:
-            self.exchange(of_rows[name] for name in self.start)
+        if self.others is not None:
+            self.others.add_up(of_rows[name] for name in self.start)
         return of_rows
 
     def of_all(self, of_rows: Tensor) -> Tensor:
         """What these rows add up to, in place with what all rows do."""
-        if self.exchange is not None:
-            self.exchange([of_rows])
+        if self.others is not None:
+            self.others.add_up([of_rows])
         return of_rows
 
     @property
@@ -255,29 +281,28 @@ class LocalProblem:
 
     def _gram_of_all(self, d: int, gradients: int) -> Gram | None:
         """That of all rows, weighted, if it is cheaper: by what all processes know, to agree."""
-        assert self.exchange is not None
-        own, together = self.x, self.exchange.together
+        assert self.others is not None
+        own = self.x
         if isinstance(own, Gram):
             own = own.to(self._like.dtype)
         else:
-            linear = isinstance(own, Tensor) and own.dim() == 2
-            cheaper = linear and saves_work(together.rows, d, own.shape[-1], gradients)
-            if not cheaper and not together.some_have_gram:
+            has_rows = self.linear_map.holds_rows
+            cheaper = has_rows and saves_work(self.others.rows, d, own.shape[-1], gradients)
+            if not cheaper and not self.others.some_have_gram:
                 return None
-            if linear:
-                own = Gram.of(own, self._own_weights)
-            elif self._own_weights is None:
-                own = self.layer.products(own, self._like.dtype)
+            if self._own_weights is None:
+                first, *rest = map(self.gram_of, self.linear_map.row_blocks(own))
+                own = sum(rest, first)
             else:
-                own = Gram.of(self.layer.inputs(own, True, False), self._own_weights)
+                own = self.gram_of(self.linear_map.inputs(own, True, False), self._own_weights)
         weight = 1.0 if self._own_weights is not None else self.row_weight
         square, total = own.square * weight, own.total * weight
         rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight
-        self.exchange([square, total, rows])
+        self.others.add_up([square, total, rows])
         return Gram(square, total, rows)
 
     def _weight_grad(self, delta: Tensor) -> Tensors:
-        gradient = self.layer.weight_grad(self.x, delta)
+        gradient = self.linear_map.weight_grad(self.x, delta)
         return {name: gradient[name] for name in self.start}
 
 

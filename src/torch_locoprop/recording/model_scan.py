@@ -12,7 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch_locoprop.config.settings import unknown
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
-from torch_locoprop.recording.layer_record import ServedLayer
+from torch_locoprop.recording.layer_record import LayerRecord
 
 NEW = "came after the optimizer was made: make a new one"
 
@@ -27,12 +27,12 @@ class Unserved:
     parameters: tuple[nn.Parameter, ...]
 
 
-def survey(
+def scan(
     model: nn.Module,
     given: set[nn.Parameter],
     kinds: type[nn.Module] = nn.Module,
     patterns: Sequence[str] | None = None,
-) -> tuple[list[ServedLayer], list[Unserved]]:
+) -> tuple[list[LayerRecord], list[Unserved]]:
     """Every module with parameters ends up in exactly one of the two lists.
 
     ``given`` are the parameters the optimizer was asked to train, ``kinds`` the modules it serves,
@@ -43,7 +43,7 @@ def survey(
         for parameter in module.parameters(recurse=False):
             _check_initialized(name, parameter)
             owners.setdefault(parameter, []).append(name or "(model)")
-    served: list[ServedLayer] = []
+    served: list[LayerRecord] = []
     unserved: list[Unserved] = []
     for name, module in model.named_modules():
         own = tuple(module.parameters(recurse=False))
@@ -55,16 +55,16 @@ def survey(
             reason = reason or "not among layers="
         reason = reason or ("not given to this optimizer" if not ours else None)
         if kind and reason is None:
-            served.append(ServedLayer(name, module, kind, ours))
+            served.append(LayerRecord(name, module, kind, ours))
         elif own:
             unserved.append(Unserved(name, type(module).__name__, str(reason), own))
     return served, unserved
 
 
 def newcomers(
-    model: nn.Module, served: Iterable[ServedLayer], unserved: Iterable[Unserved]
+    model: nn.Module, served: Iterable[LayerRecord], unserved: Iterable[Unserved]
 ) -> list[Unserved]:
-    """Modules that have come into the model since the survey: nobody trains them."""
+    """Modules that have come into the model since the scan: nobody trains them."""
     known = {p for module in unserved for p in module.parameters}
     known |= {p for layer in served for p in layer.module.parameters(recurse=False)}
     found = []
@@ -75,7 +75,7 @@ def newcomers(
     return found
 
 
-def check_any_served(served: Sequence[ServedLayer], unserved: Sequence[Unserved]) -> None:
+def check_any_served(served: Sequence[LayerRecord], unserved: Sequence[Unserved]) -> None:
     """Raise, with the reasons, if there is nothing to do."""
     if not served:
         reasons = "; ".join(f"{m.name or 'model'} ({m.kind}): {m.reason}" for m in unserved[:5])
@@ -85,7 +85,7 @@ def check_any_served(served: Sequence[ServedLayer], unserved: Sequence[Unserved]
         )
 
 
-def patterns_of(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
+def layer_patterns(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
     """The names of layers to serve; one string is one pattern. Each must match a layer."""
     given = (
         [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)

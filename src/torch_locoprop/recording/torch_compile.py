@@ -2,7 +2,7 @@
 
 A compiled graph runs no Python hooks, and a hook that is not traced breaks the graph in two. So a
 traced hook puts ``torch_locoprop::tap`` behind the layer; its backward hands the layer's input and
-gradient to every :class:`~.hooks.Capture` that watches the layer by then. The search
+gradient to every :class:`~.hooks.ModelHooks` that watches the layer by then. The search
 for transfers runs while the model is traced, on the tensors without data that PyTorch traces with.
 
 Importing this imports the compiler: only traced code does.
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch._dynamo import assume_constant_result, disable
 from torch._dynamo.comptime import ComptimeContext, comptime
 
-from torch_locoprop.recording import hooks, transfer_detection
-from torch_locoprop.recording.layer_record import CompiledCall, CompiledGraph
+from torch_locoprop.layers import layer_kind
+from torch_locoprop.layers.base import call_inputs, joined_inputs
+from torch_locoprop.recording import transfer_detection, weak_hook
+from torch_locoprop.recording.call import CompiledCall, CompiledGraph
 from torch_locoprop.recording.transfer_assignment import NESTED
 from torch_locoprop.recording.transfer_detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 
@@ -46,11 +48,11 @@ _calls = itertools.count()
 
 def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
     """What a hook does, and returns, in a compiled graph."""
-    if method == "_after_layer":
+    if method == "after_layer":
         module, inputs, options, out = args
-        x = inputs[0] if inputs else options["input"]
-        return _trace_layer(_role(key), key, module, x, out)
-    if method == "_after_model":
+        tensors = call_inputs(_arguments(key), inputs, options)
+        return _trace_layer(_role(key), key, module, tensors, out)
+    if method == "after_model":
         tensors = _tensors(args[-1])
         scalars = [tensor for tensor in tensors if tensor.dim() == 0]
         for tensor in [t for t in tensors if t.dim() > 0] + scalars:  # noqa: B007, seen by name
@@ -58,13 +60,16 @@ def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
     return None
 
 
-def _trace_layer(role: str, key: str, module: nn.Module, x: Tensor, out: Tensor) -> Tensor | None:
+def _trace_layer(
+    role: str, key: str, module: nn.Module, inputs: list[Tensor], out: Tensor
+) -> Tensor | None:
     if role == "nothing" or not out.requires_grad:
         return None
     if out.is_nested:
         comptime(_note_nested)
         return None
-    comptime(_search_from_input)
+    for x in inputs:  # noqa: B007, seen by name
+        comptime(_search_from_input)
     comptime(_note_layer)
     if role == "search":
         comptime(_mark_output)
@@ -72,7 +77,7 @@ def _trace_layer(role: str, key: str, module: nn.Module, x: Tensor, out: Tensor)
     place = _new_place(key)
     weight = module.weight  # noqa: F841, seen by name
     comptime(_note_graph)
-    tapped, _ = torch.ops.torch_locoprop.tap(out, x.detach(), place)
+    tapped, _ = torch.ops.torch_locoprop.tap(out, joined_inputs(inputs).detach(), place)
     return tapped  # type: ignore[no-any-return]
 
 
@@ -90,8 +95,15 @@ def _tensors(output: object) -> list[Tensor]:
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
+def _arguments(key: str) -> tuple[str, ...]:
+    module = weak_hook.hooked_module(key)
+    kind = None if module is None else layer_kind(module)
+    return ("input",) if kind is None else kind.arguments
+
+
+@assume_constant_result  # type: ignore[untyped-decorator]
 def _role(key: str) -> str:
-    return hooks.role(key)
+    return weak_hook.role(key)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
@@ -103,9 +115,9 @@ def is_exporting() -> bool:
 @assume_constant_result  # type: ignore[untyped-decorator]
 def needs_python(key: str) -> bool:
     """Whether a hook has to run as it is, at the price of a break in the graph."""
-    if hooks.role(key) != "python":
+    if weak_hook.role(key) != "python":
         return False
-    hooks.note_break(key)
+    weak_hook.mark_compiled(key)
     return True
 
 
@@ -117,7 +129,7 @@ def as_python(function: Callable[..., Any], *args: Any) -> Any:
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _new_place(key: str) -> int:
-    module = hooks.hooked_module(key)
+    module = weak_hook.hooked_module(key)
     assert module is not None
     mark = Mark("a layer's output", is_layer=True)
     _places.append(Place(weakref.ref(module), mark, CompiledGraph()))
@@ -130,18 +142,18 @@ def _search_from_input(context: ComptimeContext) -> None:
 
 
 def _note_layer(context: ComptimeContext) -> None:
-    module = hooks.hooked_module(context.get_local("key").as_python_constant())
+    module = weak_hook.hooked_module(context.get_local("key").as_python_constant())
     assert module is not None
     graph = _graph(_fake(context, "out"))
     graph.layers.add(module)
-    for listener in hooks.captures_of(module):
+    for listener in weak_hook.watchers_of(module):
         listener.graphs.add(graph)
 
 
 def _note_nested(context: ComptimeContext) -> None:
-    module = hooks.hooked_module(context.get_local("key").as_python_constant())
+    module = weak_hook.hooked_module(context.get_local("key").as_python_constant())
     assert module is not None
-    for listener in hooks.captures_of(module):
+    for listener in weak_hook.watchers_of(module):
         if module in listener.layers:
             listener.layers[module].obstacle = NESTED
 
@@ -212,7 +224,7 @@ def _tap(out: Tensor, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
     """The output of a layer, and a number that tells this call from others."""
     module = _places[place].module()
     if module is not None:
-        for listener in hooks.captures_of(module):
+        for listener in weak_hook.watchers_of(module):
             listener.follow(module)
     return out.clone(), torch.tensor(next(_calls))
 
@@ -225,7 +237,7 @@ def _record(g: Tensor, x: Tensor, call: Tensor, place: int) -> Tensor:
     here = _places[place]
     module = here.module()
     if module is not None:
-        for listener in hooks.captures_of(module):
+        for listener in weak_hook.watchers_of(module):
             listener.record_compiled(module, x, g, CompiledCall(here.mark, here.graph, int(call)))
     return g.clone()
 

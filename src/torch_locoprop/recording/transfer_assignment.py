@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from torch_locoprop.config.settings import unknown
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.transfers import NON_MONOTONE, Transfer
-from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.recording import transfer_detection
-from torch_locoprop.recording.layer_record import Call, CompiledGraph, ServedLayer
+from torch_locoprop.recording.call import Call, CompiledGraph
+from torch_locoprop.recording.layer_record import LayerRecord
+
+if TYPE_CHECKING:
+    from torch_locoprop.recording.hooks import ModelHooks
 
 COMPILED_APART = "compiled apart from what follows it: name its transfer in transfers="
 COMPILED = "compiled: ∂L/∂y counts as zero where the transfer is flat"
@@ -20,7 +24,37 @@ NOT_CALLED = "its forward is not called: it takes BackProp steps"
 USED_ELSEWHERE = "its weight is used outside of its forward too: it takes BackProp steps"
 
 
-def give_transfers(layers: Iterable[ServedLayer], given: Mapping[str, str | Transfer]) -> None:
+def check_mapping(transfers: object) -> None:
+    """Raise ``TypeError`` unless ``transfers=`` is a mapping or None."""
+    if transfers is not None and not isinstance(transfers, Mapping):
+        raise TypeError(
+            "transfers= takes a dictionary from the names of modules to transfers, not "
+            f"{type(transfers).__name__}."
+        )
+
+
+def decide_all(
+    layers: Sequence[LayerRecord],
+    hooks: ModelHooks,
+    output_transfer: Transfer | None,
+    loss_transfer: Transfer | None,
+) -> list[LayerRecord]:
+    """Decide every layer that has recorded calls and was not decided before; return these layers.
+
+    Args:
+        layers: all layers with a local problem.
+        hooks: the hooks that recorded the calls.
+        output_transfer: the transfer inside the loss, as the user gave it.
+        loss_transfer: the transfer inside the loss, as ``loss_fn`` shows it.
+    """
+    undecided = [layer for layer in layers if layer.calls and not layer.decided]
+    in_parts = bool(undecided) and compiled_in_parts(layers, hooks.graphs)
+    for layer in undecided:
+        decide(layer, output_transfer, loss_transfer, in_parts, hooks.leaves)
+    return undecided
+
+
+def give_transfers(layers: Iterable[LayerRecord], given: Mapping[str, str | Transfer]) -> None:
     """Set the transfers the user named, by module name."""
     by_name = {layer.name: layer for layer in layers}
     for name, transfer in given.items():
@@ -34,7 +68,7 @@ def give_transfers(layers: Iterable[ServedLayer], given: Mapping[str, str | Tran
             layer.transfer = transfers.get(transfer)
 
 
-def compiled_in_parts(layers: Iterable[ServedLayer], graphs: Iterable[CompiledGraph]) -> bool:
+def compiled_in_parts(layers: Iterable[LayerRecord], graphs: Iterable[CompiledGraph]) -> bool:
     """Whether layers are called in several compiled graphs, or some in one and some in none.
 
     Graphs of the same layers are one model, compiled anew for inputs of another shape. ``graphs``
@@ -47,7 +81,7 @@ def compiled_in_parts(layers: Iterable[ServedLayer], graphs: Iterable[CompiledGr
 
 
 def decide(
-    layer: ServedLayer,
+    layer: LayerRecord,
     output_transfer: Transfer | None,
     loss_transfer: Transfer | None,
     in_parts: bool = False,
@@ -109,24 +143,8 @@ def _hides_the_end(call: Call, in_parts: bool) -> bool:
     return in_parts or not graph.complete
 
 
-def _set_output_transfer(layer: ServedLayer, transfer: Transfer) -> None:
+def _set_output_transfer(layer: LayerRecord, transfer: Transfer) -> None:
     if transfer.elementwise or layer.width > 1:
         layer.transfer, layer.note = transfer, ""
     else:
         layer.note = "softmax over one feature is constant"
-
-
-def effective_variant(variant: Variant, layer: ServedLayer) -> tuple[Variant, str]:
-    """The variant that serves a layer, and a note where it is not quite what was asked for."""
-    if layer.obstacle:
-        return VARIANTS["locoprop-s"], layer.obstacle
-    known = layer.decided or layer.explicit or layer.note
-    if variant.loss.uses_transfer and known and layer.transfer is None:
-        return VARIANTS["locoprop-s"], layer.note
-    if variant.output_by_gradient_descent and layer.is_output:
-        return variant, "output layer: plain gradient descent"
-    if "fisher" in layer.needs and layer.compiled:
-        return variant, IN_PIECES
-    if "v" in variant.target.needs and layer.compiled and layer.transfer is not None:
-        return variant, "" if layer.transfer.strictly_increasing else COMPILED
-    return variant, layer.note if layer.note == NOT_CALLED else ""

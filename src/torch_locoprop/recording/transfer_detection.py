@@ -96,12 +96,12 @@ _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBa
 
 def matmul_node(node: Node) -> Node:
     """The node that computes a layer's pre-activation, below the reshapes of its output."""
-    while _is_transparent(node) and node.next_functions[0][0] is not None:
+    while is_transparent(node) and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return node
 
 
-def _is_transparent(node: Node) -> bool:
+def is_transparent(node: Node) -> bool:
     """Whether a node keeps the elements it is given: rearranged, or passed by a module's hooks."""
     name = node.name()
     hooked = name == "BackwardHookFunctionBackward" and len(node.next_functions) == 1
@@ -113,7 +113,7 @@ def mark_layer(node: Node) -> Mark:
 
     Two optimizers on one model share the mark.
     """
-    notes = _notes(node)
+    notes = node_notes(node)
     mark = notes.get(KEY)
     if mark is None or not mark.is_layer:
         notes[KEY] = mark = Mark("a layer's output", is_layer=True)
@@ -123,7 +123,7 @@ def mark_layer(node: Node) -> Mark:
 def running_mark() -> Mark | None:
     """What is known of the node whose backward runs now."""
     node = torch._C._current_autograd_node()
-    return None if node is None else _notes(node).get(KEY)
+    return None if node is None else node_notes(node).get(KEY)
 
 
 def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int]:
@@ -141,12 +141,12 @@ def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int
             if consumer.operation != _COMPILED:  # whose layers are inside
                 leaves.add(id(getattr(node, "variable", None)))
             continue
-        mark = _notes(node).get(KEY)
+        mark = node_notes(node).get(KEY)
         if mark is not None:
             if consumer not in mark.consumers:
                 mark.consumers.append(consumer)
             continue
-        if not _is_transparent(node):
+        if not is_transparent(node):
             consumer = _mark_operation(node, consumer, record_gradients)
         stack += [(below, consumer) for below in _inputs(node, consumer)]
     return leaves
@@ -196,7 +196,7 @@ def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
         has_parameters=_has_parameters(node),
         inside_loss=name in _INSIDE_LOSS,
     )
-    _notes(node)[KEY] = mark
+    node_notes(node)[KEY] = mark
     if record_gradients and name not in _INSIDE_LOSS:
         node.register_prehook(_recorder(mark))
     return mark
@@ -229,7 +229,7 @@ def _shape(node: Any) -> list[int]:
     return list(known[0].shape) if known and not known[0].is_nested_tensor else []
 
 
-def _notes(node: Any) -> dict[str, Mark]:
+def node_notes(node: Any) -> dict[str, Mark]:
     """The node's own dictionary, which PyTorch declares as a method and keeps as a property."""
     notes: dict[str, Mark] = node.metadata
     return notes
@@ -306,58 +306,3 @@ def _softmax(node: Any) -> Transfer | None:
     """Softmax over the last dimension only; autograd stores the dimension as an unsigned number."""
     dimension, rank = node._saved_dim, len(_shape(node))
     return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None
-
-
-_LOSS_TRANSFERS = {
-    "BCEWithLogitsLoss": "sigmoid",
-    "binary_cross_entropy_with_logits": "sigmoid",
-    "CrossEntropyLoss": "softmax",
-    "cross_entropy": "softmax",
-    "MSELoss": "linear",
-    "mse_loss": "linear",
-    # Of models that end in their transfer.
-    "BCELoss": None,
-    "binary_cross_entropy": None,
-    "NLLLoss": None,
-    "nll_loss": None,
-}
-
-
-def transfer_inside(loss_fn: object) -> Transfer | None:
-    """The transfer inside one of PyTorch's losses, a module or a function; None: there is none."""
-    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-    if name not in _LOSS_TRANSFERS:
-        raise ValueError(
-            f"The transfer inside loss_fn={name} is not known. Pass output_transfer= (sigmoid, "
-            f"softmax or linear) instead, or none where the model itself ends in its transfer. "
-            f"Known losses: {', '.join(_LOSS_TRANSFERS)}."
-        )
-    known = _LOSS_TRANSFERS[name]
-    return None if known is None else transfers.get(known)
-
-
-def sums(loss: Tensor) -> bool | None:
-    """Whether a loss sums its terms, and does not average them; None: its graph does not tell.
-
-    A sum that something is done to, such as a division by the number of terms, may be a mean.
-    """
-    found: set[object] = set()
-    seen: set[tuple[Node, bool]] = set()
-    stack = [(loss.grad_fn, True)]  # and whether it is added to the loss as it stands
-    while stack:
-        node, plain = stack.pop()
-        if node is None or (node, plain) in seen or _notes(node).get(KEY, MODEL_OUTPUT).is_layer:
-            continue
-        seen.add((node, plain))
-        reduction = getattr(node, "_saved_reduction", None)
-        if reduction is None:
-            plain = plain and (
-                node.name() in ("AddBackward0", "SubBackward0") or _is_transparent(node)
-            )
-            stack += [(below, plain) for below, _ in node.next_functions]
-        else:
-            found.add(reduction if plain or reduction == _MEAN else None)
-    return None if len(found) != 1 or not found <= {_MEAN, _SUM} else _SUM in found
-
-
-_MEAN, _SUM = 1, 2  # as PyTorch's losses save them

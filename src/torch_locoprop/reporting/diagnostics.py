@@ -9,17 +9,14 @@ opt.diagnostics().write(writer, step)             # scalars for a TensorBoard Su
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.tensors import Tensors, join
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.stepping.measurements import Measurements
 
 
 @dataclass(frozen=True)
@@ -139,46 +136,19 @@ def _short(number: float) -> str:
     return mantissa + e + str(int(exponent)) if e else mantissa
 
 
-@contextmanager
-def timed(
-    diagnosed: dict[str, dict[str, Tensor | float]] | None, layer: str, device: torch.device
-) -> Iterator[None]:
-    """Measure the milliseconds inside, if anything is measured at all."""
-    if diagnosed is None:
-        yield
-        return
-    began = _now(device)
-    yield
-    if layer in diagnosed:
-        diagnosed[layer]["milliseconds"] += _now(device) - began
+def diagnostics_of(layers: Sequence[LayerRecord], measurements: Measurements | None) -> Diagnostics:
+    """Return the diagnostics of the last step.
 
-
-def _now(device: torch.device) -> float:
-    """Milliseconds, when all work on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1e3 * time.perf_counter()
-
-
-def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
-    """The numbers of one solution, most as tensors on the device; milliseconds less what they take."""
-    device = next(iter(new.values())).device
-    began = _now(device)
-    moved, start = problem.displacement(new), problem.start
-    backprop = {name: -problem.eta * g for name, g in problem.first_gradient.items()}
-    step = {name: start[name] + t for name, t in backprop.items()}
-    weight = (problem.fixed | start | problem.base)["weight"]
-    tiny = torch.finfo(next(iter(new.values())).dtype).tiny
-    delta, direction = join(moved).flatten(), join(backprop).flatten()
-    length, plain = delta.norm(), direction.norm()
-    before, change = problem.objective_at_start(), problem.objective(new)
-    found: dict[str, Tensor | float] = {
-        "loss_before": before,
-        "loss_after": before + change,
-        "local_loss": change,
-        "backprop_loss": problem.objective(step),
-        "displacement": length / weight.norm().clamp_min(tiny),
-        "cosine": (delta / length.clamp_min(tiny)) @ (direction / plain.clamp_min(tiny)),
-        "length": length / plain.clamp_min(tiny),
-    }
-    return found | {"milliseconds": began - _now(device)}
+    Args:
+        layers: all layers with a local problem.
+        measurements: what the step has measured of them; None if nothing is measured.
+    """
+    if measurements is None:
+        raise RuntimeError("Nothing was measured. Make the optimizer with diagnose=True.")
+    return Diagnostics(
+        [
+            LayerDiagnostics.of(layer.name, measurements[layer.name], layer.counts)
+            for layer in layers
+            if layer.name in measurements
+        ]
+    )

@@ -2,21 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_locoprop.paper.variants import Variant
-from torch_locoprop.recording.layer_record import ServedLayer
-from torch_locoprop.recording.model_scan import Unserved
-from torch_locoprop.recording.transfer_assignment import effective_variant
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.model_scan import Unserved, newcomers
+from torch_locoprop.stepping.method import Plan, effective_variant
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 DETECTED_LATER = "transfer is detected in the first step"
 
 
+_LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
+
+
+def summary_of(
+    model: nn.Module,
+    layers: Sequence[LayerRecord],
+    unserved: Sequence[Unserved],
+    plan: Plan,
+    given: set[nn.Parameter],
+    trained_by: str,
+) -> str:
+    """Return the table of all modules with parameters.
+
+    Args:
+        model: the model.
+        layers: its layers with a local problem.
+        unserved: its other modules with parameters.
+        plan: what the layers are asked to solve.
+        given: all parameters that the optimizer trains.
+        trained_by: name of the optimizer of parameters without a local problem.
+    """
+    present = set(model.modules())
+    rows = [
+        layer_row(
+            layer, plan.asked_variant(layer), plan.group(layer)["steps"], layer.module in present
+        )
+        for layer in layers
+    ]
+    for module in unserved:
+        trained = not given.isdisjoint(module.parameters)
+        rows.append(unserved_row(module, trained_by if trained else "–"))
+    rows += [unserved_row(module, "–") for module in newcomers(model, layers, unserved)]
+    skipped = sum(int(layer.counts.get("skipped", 0)) for layer in layers)
+    still_there = [layer for layer in layers if layer.module in present]
+    return table(rows, footer(len(rows), still_there, model, skipped))
+
+
+def newly_skipped(
+    layers: Iterable[LayerRecord], before: Mapping[str, Mapping[str, int]], steps: int
+) -> list[str]:
+    """Return the layers with skipped updates, if there are more than before.
+
+    On an accelerator the counters are read only every hundred steps.
+
+    Args:
+        layers: all layers with a local problem.
+        before: counts at the last resumption, by layer.
+        steps: number of steps taken so far.
+    """
+    skips = {layer.name: layer.counts.get("skipped") for layer in layers}
+    counters = {name: count for name, count in skips.items() if isinstance(count, Tensor)}
+    if not any(count.is_cpu or steps % _LOOK_EVERY == 0 for count in counters.values()):
+        return []
+    if not any(
+        int(count) > before.get(name, {}).get("skipped", 0) for name, count in counters.items()
+    ):
+        return []
+    return [name for name, count in skips.items() if int(count or 0)]
+
+
 def layer_row(
-    layer: ServedLayer, asked_for: Variant, steps: int, in_model: bool
+    layer: LayerRecord, asked_for: Variant, steps: int, in_model: bool
 ) -> tuple[str, ...]:
     """A layer with a local problem, after so many steps."""
     if not in_model:
@@ -41,7 +101,7 @@ def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:
     return module.name or "(model)", module.kind, _shapes(module.parameters), "–", who, why
 
 
-def footer(modules: int, layers: Iterable[ServedLayer], model: nn.Module, skipped: int) -> str:
+def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skipped: int) -> str:
     """How much of the model is in local problems, and how many updates were skipped."""
     local = sum(p.numel() for layer in layers for p in layer.given)
     total = sum(p.numel() for p in model.parameters())

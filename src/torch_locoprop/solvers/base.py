@@ -1,4 +1,4 @@
-"""What every solver of a local problem has in common."""
+"""The interface of a solver of local problems, and the numbers that all solvers take."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Use
+from torch_locoprop.paper.gram import RowUse
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors, spread
+
+States = dict[str, Tensors]  # by the tensor's name: what the solver keeps of it between steps
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one tensor's parameter group, or tensors of them for a population."""
+    """The numbers of one tensor's parameter group, or tensors ``[K]`` of them for a population."""
 
     lr: Number  # η
     momentum: Number = 0.0  # μ or β₁
@@ -22,7 +24,12 @@ class Numbers:
     eps: Number = 0.0  # ε
 
     def at(self, rate: float, tensor: Tensor) -> Numbers:
-        """For one local iteration on one tensor: the rate applied, and everything spread."""
+        """Return the numbers for one local iteration on one tensor.
+
+        Args:
+            rate: factor of the learning rate in this iteration.
+            tensor: the tensor that moves; numbers ``[K]`` are shaped to multiply it.
+        """
         return Numbers(
             spread(self.lr * rate, tensor),
             spread(self.momentum, tensor),
@@ -32,51 +39,70 @@ class Numbers:
 
 
 class Checked(dict[str, Tensor]):
-    """New tensors, from a solver that has looked whether they and the new states are finite."""
+    """New tensors from a solver that has checked whether they and the new states are finite."""
 
     def __init__(self, tensors: Tensors, finite: Tensor) -> None:
         super().__init__(tensors)
-        self.finite = finite  # bool [members], or [1] where there is one problem
+        self.finite = finite  # bool [members], or [1] for a single problem
 
 
 class Solver:
-    """Finds (approximately) the solution of a local problem; holds no state of its own.
+    """Finds the solution of a local problem, exactly or by iterations; holds no state of its own.
 
-    ``states`` maps each trained tensor's name to what the last call returned for it ({} at first).
+    Subclass it for a solver of your own, and pass an instance as ``LocoProp(model, solver=...)``.
     """
 
     name: ClassVar[str]
+    closed_form: ClassVar[bool] = (
+        False  # True: solves in one go, by the curvature of the local loss
+    )
 
     def solve(
         self,
         problem: LocalProblem,
-        states: dict[str, Tensors],
+        states: States,
         numbers: dict[str, Numbers],
         local_steps: int,
         local_decay: str,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
-        """Return the new tensors and the new states; change neither argument."""
+    ) -> tuple[Tensors, States]:
+        """Return the new tensors and the new states; change neither argument.
+
+        Args:
+            problem: the layer's local problem.
+            states: for each trained tensor what the last call returned, ``{}`` at first.
+            numbers: learning rate and other numbers of each trained tensor.
+            local_steps: number of iterations T.
+            local_decay: schedule of the learning rate over them, see :func:`local_rate`.
+        """
         raise NotImplementedError
 
     def use_of_rows(
         self, local_steps: int, number: int, state: Tensors, columns: int
-    ) -> Use | None:
-        """What a layer's problem of that number with a squared loss takes of the rows; None: all.
+    ) -> RowUse | None:
+        """Return what the solution of a problem with a squared loss needs of the rows; None: all.
 
-        ``state`` is that of the first trained tensor, ``columns`` how many of ``[W b]`` are trained.
+        Args:
+            local_steps: number of iterations T.
+            number: how many problems the layer has had before.
+            state: the state of the first trained tensor.
+            columns: how many columns of ``[W b]`` are trained.
         """
         return None
 
     def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
-        """Whether a layer's problem of that number is solved by a fixed sequence of device operations.
+        """Return True if the solution is a fixed sequence of device operations.
 
-        Such can be replayed as a CUDA graph, which runs none of this code again. The weight is a
-        matrix ``[..., d, n]``, and ``bent`` is whether the loss has a transfer inside.
+        Such a solution can be replayed as a CUDA graph, which runs none of the solver's Python again.
+
+        Args:
+            number: how many problems the layer has had before.
+            weight: the weight as a matrix ``[..., d, n]``.
+            bent: whether the local loss contains a transfer.
         """
         return False
 
     def phase(self, number: int) -> int:
-        """Equal for the numbers of problems that are the same work."""
+        """Return equal values for problem numbers that are solved by the same sequence of work."""
         return 0
 
 
@@ -84,5 +110,8 @@ LOCAL_DECAYS = ("linear", "constant")
 
 
 def local_rate(t: int, local_steps: int, local_decay: str) -> float:
-    """The factor of the learning rate in local iteration t = 0..T−1."""
+    """Return the factor of the learning rate in local iteration t = 0..T−1.
+
+    ``"linear"`` gives ``max(1 − t/T, 1/4)``, ``"constant"`` gives 1.
+    """
     return max(1 - t / local_steps, 0.25) if local_decay == "linear" else 1.0

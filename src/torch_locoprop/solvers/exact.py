@@ -30,7 +30,7 @@ from torch_locoprop.paper.fisher import (
     is_well_posed,
     running_average,
 )
-from torch_locoprop.paper.gram import Gram, Use, full_products
+from torch_locoprop.paper.gram import Gram, RowUse, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver
@@ -55,6 +55,7 @@ class Exact(Solver):
     every: int = 1
     damping: float | None = None
     name = "exact"
+    closed_form = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -131,14 +132,14 @@ class Exact(Solver):
 
     def use_of_rows(
         self, local_steps: int, number: int, state: Tensors, columns: int
-    ) -> Use | None:
+    ) -> RowUse | None:
         if type(self).solve is not Exact.solve:
             return None
         if self._is_plain:
-            return Use(square=True, precise=True)
+            return RowUse(square=True, precise=True)
         inverse = state.get(_factors(None))
         renew = self._renews(number) or inverse is None or inverse.shape[-1] != columns
-        return Use(square=renew or self.decay > 0)
+        return RowUse(square=renew or self.decay > 0)
 
     @property
     def _is_plain(self) -> bool:
@@ -164,7 +165,7 @@ def _factors(h: Tensor | None) -> str:
 
 def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
     """Return Δ of one batch's problem, from the rows if this process has all of them."""
-    if problem.exchange is not None or isinstance(problem.x, Gram):
+    if problem.others is not None or isinstance(problem.x, Gram):
         return _on_gram(problem, gradient, h, eta)
     x = problem.inputs * problem.row_weight**0.5
     return implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)

@@ -1,38 +1,56 @@
 """First-order solvers with TensorFlow's semantics, which differ from ``torch.optim``'s.
 
-Each step takes a gradient and a state and returns what to subtract from the tensor and the new
-state, changing nothing in place; leading dimensions are free. That is the specification. RMSProp, the
-solver of the paper's results, also has a faster way to the same numbers in place.
+This is the specification: each ``step`` takes a gradient and a state and returns what to subtract
+from the tensor and the new state, changing nothing in place; leading dimensions are free. Faster
+ways to the same numbers live in ``fast/`` and are chosen by ``fast/dispatch.py``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast.cpu_onednn import Joined, fits
-from torch_locoprop.fast.triton import local_iterations, rmsprop
-from torch_locoprop.paper.gram import Use
+from torch_locoprop.paper.gram import Gram, RowUse
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors
-from torch_locoprop.solvers.base import Numbers, Solver, local_rate
+from torch_locoprop.solvers.base import Numbers, Solver, States, local_rate
+
+Advance = Callable[[Tensor, Tensor, Tensors, Numbers, float], None]
+
+
+class Iterate:
+    """The tensors that the local iterations move, and the gradient of the local loss there."""
+
+    def __init__(self, problem: LocalProblem, gram: Gram | None) -> None:
+        self.problem, self._gram = problem, gram
+        self.at = {name: tensor.clone() for name, tensor in problem.start.items()}
+
+    def gradient(self) -> Tensors:
+        """Return the gradient of the local loss, without the regularizer, at the present iterate."""
+        return self.problem.gradient(self.at, self._gram)
+
+    def found(self) -> Tensors:
+        """Return the tensors that the iterations have come to."""
+        return self.at
 
 
 class FirstOrder(Solver):
-    """T iterations ``W ← W − step(∇D(W))``; subclass and give ``init`` and ``step``."""
+    """T iterations ``W ← W − step(∇D(W))``; subclass it and give ``init`` and ``step``."""
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return {}
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
-        """Return what to subtract, and the new state."""
+        """Return what to subtract from the tensor, and the new state."""
         raise NotImplementedError
 
     def advance_(
         self, tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
     ) -> None:
-        """Move tensor and state, which are copies, by a step at ``rate`` times the learning rate."""
+        """Move tensor and state in place by a step at ``rate`` times the learning rate."""
         change, new = self.step(gradient, state, numbers.at(rate, tensor))
         tensor.sub_(change)
         state.update(new)
@@ -40,43 +58,58 @@ class FirstOrder(Solver):
     def solve(
         self,
         problem: LocalProblem,
-        states: dict[str, Tensors],
+        states: States,
         numbers: dict[str, Numbers],
         local_steps: int,
         local_decay: str,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
-        regularizer = problem.regularizer
-        gram = problem.through_gram(local_steps)
-        ours = type(self).advance_ in (FirstOrder.advance_, RmsProp.advance_)
-        joint = Joined(problem, gram) if local_steps > 1 and ours and fits(problem) else None
-        at = {k: t.clone() for k, t in problem.start.items()} if joint is None else joint.at
+    ) -> tuple[Tensors, States]:
+        iterate = Iterate(problem, problem.through_gram(local_steps))
+        return self.iterate(iterate, states, numbers, local_steps, local_decay, self.advance_)
+
+    def iterate(
+        self,
+        iterate: Iterate,
+        states: States,
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        local_decay: str,
+        advance_: Advance,
+    ) -> tuple[Tensors, States]:
+        """Run the T iterations of Algorithms 1 to 4 and return the new tensors and states.
+
+        Args:
+            iterate: where the iterations start, and their gradients.
+            states: the state of each trained tensor, ``{}`` at first; copied.
+            numbers: learning rate and other numbers of each trained tensor.
+            local_steps: number of iterations T.
+            local_decay: schedule of the learning rate over them.
+            advance_: moves one tensor and its state in place, as :meth:`advance_` does.
+        """
+        problem, at, regularizer = iterate.problem, iterate.at, iterate.problem.regularizer
         states = {
             name: {key: entry.clone() for key, entry in states[name].items()}
             or self.init(tensor, numbers[name].at(1.0, tensor))
             for name, tensor in problem.start.items()
         }
         for t in range(local_steps):
-            if t == 0:
-                direction = problem.first_gradient
-            else:
-                direction = problem.gradient(at, gram) if joint is None else joint.gradient()
+            direction = problem.first_gradient if t == 0 else iterate.gradient()
             if regularizer.has_direction:
                 direction = regularizer.direction(
                     direction, problem.displacement(at), problem.eta, problem.metric
                 )
             rate = local_rate(t, local_steps, local_decay)
             for name in at:
-                self.advance_(at[name], direction[name], states[name], numbers[name], rate)
+                advance_(at[name], direction[name], states[name], numbers[name], rate)
                 if regularizer.has_prox:
                     start, eta = problem.start[name], numbers[name].at(rate, at[name]).lr
                     at[name] = start + regularizer.prox(at[name] - start, eta)
-        return at if joint is None else joint.found(), states
+        return iterate.found(), states
 
     def use_of_rows(
         self, local_steps: int, number: int, state: Tensors, columns: int
-    ) -> Use | None:
-        ours = type(self).solve in (FirstOrder.solve, RmsProp.solve)
-        return Use(gradients=local_steps - 1) if ours else None
+    ) -> RowUse | None:
+        ours = type(self).solve is FirstOrder.solve
+        return RowUse(gradients=local_steps - 1) if ours else None
 
     def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
         return True
@@ -139,45 +172,6 @@ class RmsProp(FirstOrder):
         v = average(state["square"], gradient.square(), numbers.decay)
         m = numbers.momentum * state["momentum"] + numbers.lr * gradient * (v + numbers.eps).rsqrt()
         return m, {"square": v, "momentum": m}
-
-    def solve(
-        self,
-        problem: LocalProblem,
-        states: dict[str, Tensors],
-        numbers: dict[str, Numbers],
-        local_steps: int,
-        local_decay: str,
-    ) -> tuple[Tensors, dict[str, Tensors]]:
-        if not self._is_plain or not local_iterations.fits(problem, states, numbers):
-            return super().solve(problem, states, numbers, local_steps, local_decay)
-        states = {
-            name: states[name] or self.init(tensor, numbers[name].at(1.0, tensor))
-            for name, tensor in problem.start.items()
-        }
-        return local_iterations.solve(problem, states, numbers, local_steps, local_decay)
-
-    def advance_(
-        self, tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
-    ) -> None:
-        v, m = state["square"], state["momentum"]
-        own = rmsprop.numbers_of(numbers)
-        if not self._is_plain:
-            super().advance_(tensor, gradient, state, numbers, rate)
-        elif rmsprop.fits([tensor, gradient, v, m], own):
-            moving = rmsprop.Moving(tensor, v, m)
-            rmsprop.step(moving, moving, gradient, numbers, rate)
-        elif any(isinstance(number, Tensor) for number in own):
-            super().advance_(tensor, gradient, state, numbers, rate)
-        else:
-            eta, mu, rho, eps = map(float, own)
-            v.mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
-            m.mul_(mu).addcmul_(gradient, (v + eps).rsqrt_(), value=eta * rate)
-            tensor.sub_(m)
-
-    @property
-    def _is_plain(self) -> bool:
-        """Whether this is no subclass with a rule of its own."""
-        return type(self).step is RmsProp.step
 
 
 class Adam(FirstOrder):

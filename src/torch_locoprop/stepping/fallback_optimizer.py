@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_locoprop.recording.layer_record import ServedLayer
+from torch_locoprop.recording.layer_record import LayerRecord
 
 FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -64,7 +64,7 @@ def move_state(optimizer: torch.optim.Optimizer) -> None:
                     state[name] = value.to(parameter.device)
 
 
-def check_recorded(layers: Iterable[ServedLayer]) -> None:
+def check_recorded(layers: Iterable[LayerRecord]) -> None:
     """Raise if no backward pass has gone through any of the layers with a gradient."""
     if not any(layer.calls or layer.obstacle for layer in layers):
         raise RuntimeError(

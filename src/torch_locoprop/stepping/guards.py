@@ -7,18 +7,15 @@ is near zero move as far as the layer may.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast.triton import availability, guarded_writes
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
-from torch_locoprop.solvers.base import Checked
-
-CAPS = ("weight", "backprop")
+from torch_locoprop.stepping.write_back import all_finite
 
 
 @dataclass(frozen=True)
@@ -53,8 +50,8 @@ def guarded(
     return Guarded(new, closed, over)
 
 
-def come_to_rest(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) -> None:
-    """Let go of momenta where the gate is closed: they would carry on what it has just kept out."""
+def drop_momentum(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) -> None:
+    """Set momenta to zero where the gate is closed: they would repeat the step it has rejected."""
     for state in states:
         if gated is not None and "momentum" in state:
             state["momentum"].masked_fill_(gated, 0.0)
@@ -63,41 +60,6 @@ def come_to_rest(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) -
 def falls(problem: LocalProblem, new: Tensors) -> Tensor:
     """Whether the solution is finite and its local objective below that of the start."""
     return all_finite(list(new.values())) & (problem.objective(new) <= 0)
-
-
-def is_finite(new: Tensors, states: Mapping[str, Tensors]) -> Tensor:
-    """Whether a solution and the states after it are."""
-    if isinstance(new, Checked):
-        return new.finite[0]
-    return all_finite(
-        [*new.values(), *(entry for own in states.values() for entry in own.values())]
-    )
-
-
-def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Whether nothing in them, which are on one device, is infinite or not a number.
-
-    By their largest entries: on a CPU, looking at each takes far longer.
-    """
-    if availability.takes(tensors):
-        return guarded_writes.finite(tensors)[0]
-    filled = [t for t in tensors if t.numel() > 0] or [tensors[0].new_zeros(1)]
-    if filled[0].is_cpu:
-        numbers = [end for t in filled for end in t.aminmax()]
-    else:
-        numbers = list(torch._foreach_norm(filled, torch.inf))
-    return torch.stack([number.to(numbers[0].dtype) for number in numbers]).isfinite().all()
-
-
-def write_if(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Write the first of each pair over the second one if all is well."""
-    tensors = [tensor for pair in pairs for tensor in pair]
-    if availability.takes(tensors) and all(t.device == ok.device for t in tensors):
-        guarded_writes.write(ok.reshape(1), pairs)
-        torch.autograd.graph.increment_version([old for _, old in pairs])
-        return
-    for new, old in pairs:
-        torch.where(ok.to(new.device), new, old, out=old)
 
 
 def shorten(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:

@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import unknown
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.recording.layer_record import ServedLayer
+from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.fallback_optimizer import move_state
-from torch_locoprop.stepping.guards import Guarded, shorten, write_if
+from torch_locoprop.stepping.guards import Guarded, shorten
+from torch_locoprop.stepping.write_back import write_if
 
 SAME = 1e-6  # of a learning rate: schedules round
 APPLY = ("replace", "gradient", "nothing")
@@ -176,7 +177,7 @@ def make_outer(
 
 
 def as_gradients(
-    layer: ServedLayer,
+    layer: LayerRecord,
     problem: LocalProblem,
     found: Guarded,
     ok: Tensor,
@@ -215,7 +216,7 @@ def caps_outer(apply: str, group: Group) -> bool:
 @contextmanager
 def capped_step(
     apply: str,
-    trained: Mapping[ServedLayer, Mapping[str, nn.Parameter]],
+    trained: Mapping[LayerRecord, Mapping[str, nn.Parameter]],
     group_of: Mapping[nn.Parameter, Group],
 ) -> Iterator[None]:
     """Shorten what the outer optimizer does to a layer inside, where :func:`caps_outer`."""

@@ -1,59 +1,143 @@
-"""What the next step will need of each layer: told to the layers and their hooks beforehand.
+"""What the next step will need of each layer, passed on to the layers and their hooks beforehand.
 
-A plan is made after every step, and anew before a forward pass if what it depends on has been changed.
+Requirements are set after every step, and again before a forward pass if a setting has changed since.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from torch_locoprop.config.groups import Group
-from torch_locoprop.config.settings import Components
+from torch_locoprop.paper.gram import Gram, RowUse
 from torch_locoprop.paper.tensors import Tensors
-from torch_locoprop.recording.hooks import Capture
-from torch_locoprop.recording.layer_record import Orders, ServedLayer
-from torch_locoprop.recording.transfer_assignment import effective_variant
-from torch_locoprop.stepping.build_problem import asks_for_output, use_of_rows
-
-_ASKED = ("variant", "solver", "regularizer", "local_steps", "every", "max_rows", "gate")
+from torch_locoprop.recording.hooks import ModelHooks
+from torch_locoprop.recording.layer_record import LayerRecord, Orders
+from torch_locoprop.stepping.method import Plan, effective_variant, is_quadratic, problems_before
 
 
-def asked(groups: Iterable[Group]) -> list[object]:
-    """What a plan depends on, of all that a user may change."""
-    return [group[name] for group in groups for name in _ASKED]
-
-
-def plan(
-    layers: Sequence[ServedLayer],
-    capture: Capture,
-    group_of: Mapping[nn.Parameter, Group],
-    components: Components,
+def require(
+    plan: Plan,
+    layers: Sequence[LayerRecord],
+    hooks: ModelHooks,
     states: Mapping[Tensor, Tensors],
     *,
     steps: int,
     diagnosed: bool,
     fisher_missing: bool,
 ) -> None:
-    """Tell layers and hooks what the step after ``steps`` others will need."""
+    """Set on layers and hooks what the next step will need of them.
+
+    Args:
+        plan: the methods of the next step.
+        layers: all layers with a local problem.
+        hooks: the hooks that record for them.
+        states: solver states by parameter.
+        steps: number of steps taken so far.
+        diagnosed: whether the step will be measured.
+        fisher_missing: whether a layer had no Fisher matrix in the last step, so that one is sampled.
+    """
     draw, searching = fisher_missing, False
     orders: Orders = {}
     for layer in layers:
-        group = group_of[layer.given[0]]
-        variant, _ = effective_variant(components.variant(group), layer)
-        needs = variant.target.needs | components.regularizer(group).needs
+        group, asked = plan.group(layer), plan.asked_variant(layer)
+        variant, _ = effective_variant(asked, layer)
+        needs = variant.target.needs | plan.regularizer(layer).needs
         searching |= bool(layer.trained) and (not layer.decided or bool(needs))
         layer.needs = needs | {"g"} if diagnosed else needs
-        of_asked = components.variant(group).target.needs  # whatever becomes of it
-        layer.may_come_aside = not (of_asked | layer.needs)
-        layer.keeps_output = asks_for_output(layer, group, components)
+        layer.overlap_allowed = not (asked.target.needs | layer.needs)
+        layer.keeps_output = needs_output(plan, layer)
         layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
-        layer.use_of_rows = partial(use_of_rows, group, components, states, diagnosed)
+        layer.use_of_rows = partial(use_of_rows, plan, states, diagnosed)
         if "fisher" in layer.needs:
             draw |= steps % getattr(variant.target, "every", 1) == 0
-    capture.draw_labels(steps if draw else None)
-    capture.tracing = searching
+    hooks.draw_labels(steps if draw else None)
+    hooks.tracing = searching
     active = [layer for layer in layers if layer.trained]
-    capture.record_post_gradients = any("v" in layer.needs for layer in active)
+    hooks.record_post_gradients = any("v" in layer.needs for layer in active)
+
+
+def needs_output(plan: Plan, layer: LayerRecord) -> bool:
+    """Return True if the step uses the layer's pre-activations, which a transfer bends.
+
+    As long as the transfer is not known the answer is True; otherwise the first step after a resumption
+    would differ from the step of the run that it continues.
+    """
+    if not plan.asked_variant(layer).loss.uses_transfer:
+        return False
+    method = plan.method(layer)
+    known, loss = layer.decided or layer.explicit, method.variant.loss
+    straight = known and is_quadratic(layer, method.variant)
+    return loss.uses_transfer and not straight and method.local_steps > 1
+
+
+def use_of_rows(
+    plan: Plan,
+    states: Mapping[Tensor, Tensors],
+    diagnosed: bool,
+    layer: LayerRecord,
+    moved: Collection[str],
+) -> RowUse | None:
+    """Return what the next step needs of a layer's rows; None: possibly all of them.
+
+    As long as a layer's transfer is not known, only one iteration is known to need no rows.
+
+    Args:
+        plan: the methods of the step.
+        states: solver states by parameter.
+        diagnosed: whether the step will be measured.
+        layer: the layer.
+        moved: names of the tensors that the step moves.
+    """
+    group, asked, method = plan.group(layer), plan.asked_variant(layer), plan.method(layer)
+    variant = method.variant
+    first_known = all(t.knows_first_gradient for t in (asked.target, variant.target))
+    if method.regularizer.needs or not first_known or not layer.is_intact:  # step() will raise
+        return None
+    weight = layer.kind.matrix("weight", layer.tensors["weight"])
+    columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
+    owner = layer.tensors["weight" if "weight" in moved else "bias"]
+    kept = group["state_of"] in (None, group["solver"])  # step() drops another solver's state
+    state = states.get(owner, {}) if kept else {}
+    number = problems_before(group)
+    use = method.solver.use_of_rows(method.local_steps, number, state, columns)
+    # Measuring takes what is there: it must not change which way the iterations go.
+    if use is not None and (group["gate"] or (diagnosed and not use.is_any)):
+        use = use._replace(gradients=use.gradients + 1)
+    settled = layer.decided or layer.explicit or not asked.loss.uses_transfer
+    # A closed form needs the pre-activations for the curvature of a loss with a transfer.
+    bent = not method.is_first_order and (variant.loss.uses_transfer or not settled)
+    if use is None or not (use.is_any or bent):
+        return use
+    if bent or not settled:
+        return None
+    return use if is_quadratic(layer, variant) else None
+
+
+def check_recorded_needs(plan: Plan, layers: Iterable[LayerRecord]) -> None:
+    """Raise if settings changed after the backward pass to such that need what was not recorded."""
+    for layer in layers:
+        if not layer.calls:
+            continue
+        needs = plan.method(layer).variant.target.needs & {"g", "v"}
+        if not needs <= layer.needs:
+            raise _changed(layer, "gradients of its outputs, which were not kept")
+        check_rows(layer, layer.inputs())
+
+
+def check_rows(layer: LayerRecord, x: object) -> None:
+    """Raise if only XᵀX was kept of rows that the step needs itself."""
+    if not isinstance(x, Gram) or layer.use_of_rows is None:
+        return
+    use = layer.use_of_rows(layer, layer.with_gradient)
+    if not x.serves(use, layer.tensors["weight"]):
+        raise _changed(layer, "its inputs, of which only a summary was kept")
+
+
+def _changed(layer: LayerRecord, needed: str) -> RuntimeError:
+    return RuntimeError(
+        f"The settings of layer {layer.name!r} were changed between backward() and step(), or before a "
+        f"forward pass of its parts or of a compiled model, to some that need {needed}. Call "
+        "zero_grad() and run forward and backward again: from now on it is kept."
+    )

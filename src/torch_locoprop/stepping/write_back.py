@@ -1,14 +1,30 @@
-"""What a solver remembers of a parameter between steps: read in its place, written in place."""
+"""Writing solutions and solver states back: only where they are finite, and in place.
+
+Tensors stay where they are, so that a CUDA graph that reads them goes on from where it was. A
+population of K problems has one flag for each member; everything here takes ``ok`` as a single flag
+or ``[K]``.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
 from torch import Tensor, nn
 
+from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.solvers.base import Checked, States
 
 
-def like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
-    """A parameter's state in its dtype and on its device, should the model have been moved."""
+def state_like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
+    """Return a parameter's state in its dtype and on its device, should the model have been moved.
+
+    Args:
+        parameter: the parameter.
+        state: what the solver keeps of it.
+        without: an entry to leave out.
+    """
     return {
         key: value.to(parameter.device) if key == "step" else value.to(parameter)
         for key, value in state.items()
@@ -16,11 +32,61 @@ def like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
     }
 
 
-def places(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The new entries, and the old ones that they are to be written over if all was finite.
+def is_finite(new: Tensors, states: Mapping[str, Tensors]) -> Tensor:
+    """Return whether a solution and the solver states after it are all finite."""
+    if isinstance(new, Checked):
+        return new.finite[0]
+    return all_finite(_entries(new, states))
 
-    In place where they fit, so that a step captured as a graph goes on from where it was; where they
-    do not, they are kept here.
+
+def finite_members(new: Tensors, states: States, members: int) -> Tensor:
+    """Return, for each member of a population, whether its solution and states are finite: ``[K]``."""
+    if isinstance(new, Checked):
+        return new.finite
+    tensors = [t for t in _entries(new, states) if t.dim() > 0]
+    fast = dispatch.finite(tensors, members)
+    if fast is not None:
+        return fast
+    return torch.stack([t.isfinite().flatten(1).all(1) for t in tensors]).all(0)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether every entry of the tensors, which are on one device, is finite.
+
+    Looks at their largest entries: on a CPU, looking at each takes far longer.
+    """
+    fast = dispatch.finite(tensors)
+    if fast is not None:
+        return fast[0]
+    filled = [t for t in tensors if t.numel() > 0] or [tensors[0].new_zeros(1)]
+    if filled[0].is_cpu:
+        numbers = [end for t in filled for end in t.aminmax()]
+    else:
+        numbers = list(torch._foreach_norm(filled, torch.inf))
+    return torch.stack([number.to(numbers[0].dtype) for number in numbers]).isfinite().all()
+
+
+def write_if(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the first tensor of each pair over the second where ``ok`` is true.
+
+    Args:
+        ok: one flag, or one for each member ``[K]`` of tensors ``[K, ...]``.
+        pairs: new and old tensors of equal shapes.
+    """
+    if pairs and dispatch.write(ok, pairs):
+        torch.autograd.graph.increment_version([old for _, old in pairs])
+        return
+    for new, old in pairs:
+        flag = ok.to(new.device)
+        if flag.dim() > 0:
+            flag = flag.reshape(-1, *([1] * (new.dim() - 1)))
+        torch.where(flag, new, old, out=old)
+
+
+def state_pairs(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the new entries of a state with the old ones that they are to be written over.
+
+    Entries that do not fit over old ones are put into ``state`` here, if ``ok``.
     """
     if all(_fits(state.get(key), entry) for key, entry in new.items()):
         return [(entry, state[key]) for key, entry in new.items() if entry is not state[key]]
@@ -30,9 +96,13 @@ def places(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tenso
 
 
 def _fits(old: Tensor | None, new: Tensor) -> bool:
-    """Whether a state entry can be written in place."""
+    """Return True if a state entry can be written in place."""
     return old is not None and (old.shape, old.dtype, old.device) == (
         new.shape,
         new.dtype,
         new.device,
     )
+
+
+def _entries(new: Tensors, states: Mapping[str, Tensors]) -> list[Tensor]:
+    return [*new.values(), *(entry for own in states.values() for entry in own.values())]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_locoprop import LocoProp, optimizer
-from torch_locoprop.fast.cuda_streams import FEW, LANES
+from torch_locoprop import LocoProp
+from torch_locoprop.fast import cuda_streams
 from torch_locoprop.fast.triton import local_iterations
-from torch_locoprop.stepping.build_problem import may_have_kernels
+from torch_locoprop.stepping.local_steps import may_have_kernels
 
 
 def linear(transfer: nn.Module) -> nn.Module:
@@ -53,18 +53,19 @@ def test_it_is_as_the_kernels_say_themselves(
         answers.append(fits(*args))
         return answers[-1]
 
-    lanes = optimizer.lanes
-    monkeypatch.setattr(optimizer, "lanes", lambda most: asked_for.append(most) or lanes(most))
-    monkeypatch.setattr("torch_locoprop.solvers.first_order.local.fits", noted)
+    side_streams = cuda_streams.side_streams
+    monkeypatch.setattr(
+        cuda_streams, "side_streams", lambda most: asked_for.append(most) or side_streams(most)
+    )
+    monkeypatch.setattr(local_iterations, "fits", noted)
     for _ in range(2):
         answers.clear()
         x = torch.randn(10, 1, 6, device=device, dtype=dtype)
         opt.zero_grad()
         model(x if make is convolutional else x[:, 0]).square().sum().backward()
         opt.step()
-    group = opt.param_groups[0]
-    told = [may_have_kernels(layer, group, opt._components) for layer in opt._layers]
+    told = [may_have_kernels(opt._plan, layer) for layer in opt._layers]
     assert all(told) is by_kernels
-    assert asked_for[-1] == (LANES if by_kernels else FEW)
+    assert asked_for[-1] == (cuda_streams.MANY_STREAMS if by_kernels else cuda_streams.FEW_STREAMS)
     if answers and make is linear:  # others never ask
         assert answers == told[::-1]

@@ -11,8 +11,8 @@ import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from torch_locoprop.kernels import _triton as kernels
-from torch_locoprop.kernels import products
+from torch_locoprop.fast.triton import kernels
+from torch_locoprop.fast.triton import matrix_products as products
 
 INTEGERS = {"units", "n_units", "row_units", "d", "right_rows", "each"}
 NUMBERS = {"mu", "rho", "eps", "rate", "scale", "count", "gamma"}

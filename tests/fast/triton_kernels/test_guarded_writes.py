@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torch_locoprop.fast.triton import availability, guarded_writes
-from torch_locoprop.stepping.guards import write_if
+from torch_locoprop.stepping.write_back import write_if
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.triton import availability, local_iterations, matrix_products
 from torch_locoprop.fast.triton.rmsprop import Moving
-from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.losses import Matching, PostSquared, Squared
 from torch_locoprop.paper.regularizers import REGULARIZERS
@@ -42,7 +43,7 @@ def problem(
         "bias": drawn(*lead, size[0], device=device, seed=2),
     }
     own = {
-        "layer": LinearLayer(),
+        "linear_map": Dense(),
         "x": drawn(*lead, rows, size[1], device=device, seed=3),
         "start": start,
         "fixed": {},
@@ -70,7 +71,7 @@ def both_ways(
         now, outcome = of, []
         for _ in range(2):
             before = {name: tensor.clone() for name, tensor in now.start.items()}
-            new, states = RmsProp().solve(now, states, each, steps, "linear")
+            new, states = dispatch.solve(RmsProp(), now, states, each, steps, "linear")
             for name, tensor in before.items():
                 assert torch.equal(now.start[name], tensor)
             now = replace(now, start=new)
@@ -124,11 +125,11 @@ def test_preactivations_known_from_the_forward_pass(
     for of in (plain, known):
         states: dict[str, dict[str, Tensor]] = {name: {} for name in of.start}
         assert local_iterations.fits(of, states, each)
-        found.append(RmsProp().solve(of, states, each, 3, "linear")[0])
+        found.append(dispatch.solve(RmsProp(), of, states, each, 3, "linear")[0])
     for name, tensor in found[0].items():
         torch.testing.assert_close(found[1][name], tensor, rtol=1e-5, atol=1e-6)
     other = replace(known, before=Before(a + 1, *numbers))
-    moved = RmsProp().solve(other, {name: {} for name in of.start}, each, 3, "linear")[0]
+    moved = dispatch.solve(RmsProp(), other, {name: {} for name in of.start}, each, 3, "linear")[0]
     changed = (moved["weight"] - found[0]["weight"]).abs().max() > 1e-5
     assert bool(changed) is (transfer != "linear")  # it is what is read
 
@@ -149,7 +150,7 @@ def plainly_and_in_bfloat16(
         monkeypatch.setattr(availability, "SWITCHED_OFF", switched_off)
         states: dict[str, dict[str, Tensor]] = {name: {} for name in exact.start}
         of = replace(exact, products=products_of)
-        found.append(RmsProp().solve(of, states, each, steps, "linear")[0])
+        found.append(dispatch.solve(RmsProp(), of, states, each, steps, "linear")[0])
     return found
 
 
@@ -323,7 +324,9 @@ def test_what_is_not_finite_stays_so(device: str) -> None:
     broken = problem(device, "relu")
     broken.x[0, 0] = torch.nan
     states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
-    new, _ = RmsProp().solve(broken, states, {"weight": NUMBERS, "bias": NUMBERS}, 2, "linear")
+    new, _ = dispatch.solve(
+        RmsProp(), broken, states, {"weight": NUMBERS, "bias": NUMBERS}, 2, "linear"
+    )
     assert not new["weight"].isfinite().all()
     assert not new["bias"].isfinite().all()
 
@@ -338,12 +341,12 @@ def test_the_last_iteration_looks_whether_all_is_finite(
     of = problem(device, members=3, squared=squared, rows=40 if squared else 5)
     numbers = dict.fromkeys(of.start, NUMBERS)
     states = {k: RmsProp().init(t, NUMBERS) for k, t in of.start.items()}
-    new, _ = RmsProp().solve(of, states, numbers, 3, "linear")
+    new, _ = dispatch.solve(RmsProp(), of, states, numbers, 3, "linear")
     assert isinstance(new, Checked)
     assert new.finite.tolist() == [True, True, True]
     place = of.backprop if broken in of.backprop else states["weight"]
     place[broken][1].view(-1)[-1] = torch.inf
-    new, after = RmsProp().solve(of, states, numbers, 3, "linear")
+    new, after = dispatch.solve(RmsProp(), of, states, numbers, 3, "linear")
     assert isinstance(new, Checked)
     assert new.finite.tolist() == [True, False, True]
     left = [*new.values(), *(entry for state in after.values() for entry in state.values())]

@@ -34,7 +34,7 @@ def test_three_products_in_tf32_are_as_exact_as_float32() -> None:
 
 
 def test_the_kernels_can_be_switched_off() -> None:
-    program = "from torch_locoprop.fast.triton import on_device as d; print(d.SWITCHED_OFF)"
+    program = "from torch_locoprop.fast.triton import availability as d; print(d.SWITCHED_OFF)"
     for value, said in (("0", "True"), ("1", "False")):
         environment = {**os.environ, "TORCH_LOCOPROP_KERNELS": value}
         command = [sys.executable, "-c", program]

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.triton import rmsprop
 from torch_locoprop.solvers import SOLVERS
 from torch_locoprop.solvers.base import Numbers
@@ -36,7 +37,7 @@ def test_equals_the_plain_steps(device: str, members: int | None, shape: tuple[i
     state = solver.init(tensor, own.at(1.0, tensor))
     assert rmsprop.fits([tensor, *gradients, *state.values()], [own.lr, own.eps])
     for gradient in gradients:
-        solver.advance_(tensor, gradient, state, own, 0.75)
+        dispatch.advance_(solver, tensor, gradient, state, own, 0.75)
     for ours, theirs in zip(
         (tensor, state["square"], state["momentum"]),
         plain(start, gradients, own, 0.75),
@@ -50,10 +51,10 @@ def test_a_rate_on_the_device_is_read_when_the_step_runs(device: str) -> None:
     rate = torch.tensor(0.0, device=device)
     own = Numbers(rate, 0.0, 0.0, 1e-12)
     state = RmsProp().init(tensor, own)
-    RmsProp().advance_(tensor, gradient, state, own, 1.0)
+    dispatch.advance_(RmsProp(), tensor, gradient, state, own, 1.0)
     assert not tensor.any()
     rate.fill_(0.5)
-    RmsProp().advance_(tensor, gradient, state, own, 1.0)
+    dispatch.advance_(RmsProp(), tensor, gradient, state, own, 1.0)
     torch.testing.assert_close(tensor, torch.full_like(tensor, -0.5))
 
 
@@ -79,7 +80,7 @@ def test_in_place_on_the_cpu_equals_the_plain_steps(members: int | None) -> None
     assert isinstance(solver, RmsProp)
     state = solver.init(tensor, own.at(1.0, tensor))
     for gradient in gradients:
-        solver.advance_(tensor, gradient, state, own, 0.75)
+        dispatch.advance_(solver, tensor, gradient, state, own, 0.75)
     expected = plain(start, gradients, own, 0.75)
     found = [tensor, state["square"], state["momentum"]]
     for ours, theirs in zip(found, expected, strict=True):
@@ -99,7 +100,7 @@ class Twice(RmsProp):
 def test_a_subclass_keeps_its_own_rule() -> None:
     tensor, own = torch.zeros(3), numbers(None, "cpu")
     state = Twice().init(tensor, own)
-    Twice().advance_(tensor, torch.ones(3), state, own, 1.0)
+    dispatch.advance_(Twice(), tensor, torch.ones(3), state, own, 1.0)
     once = torch.zeros(3)
-    RmsProp().advance_(once, torch.ones(3), RmsProp().init(once, own), own, 1.0)
+    dispatch.advance_(RmsProp(), once, torch.ones(3), RmsProp().init(once, own), own, 1.0)
     torch.testing.assert_close(tensor, 2 * once)

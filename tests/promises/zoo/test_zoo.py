@@ -136,10 +136,10 @@ def test_what_was_recorded_is_the_whole_layer(name: str) -> None:
         kind, x, g = layer.kind, layer.inputs(), layer.gradients()
         tensors = {n: kind.matrix(n, p.detach()) for n, p in layer.tensors.items()}
         rows = torch.cat([kind.rows(out) for out in returned[layer.module]], -2)
-        found = kind.forward(x, **tensors)
+        found = kind.linear_map.forward(x, **tensors)
         torch.testing.assert_close(found.sort(-2)[0], rows.sort(-2)[0], rtol=1e-10, atol=1e-12)
         assert g is not None
-        gradients = kind.weight_grad(x, g)
+        gradients = kind.linear_map.weight_grad(x, g)
         for n, p in layer.tensors.items():
             gradient = kind.restored(n, gradients[n], p)
             torch.testing.assert_close(gradient, p.grad, rtol=1e-9, atol=1e-12)

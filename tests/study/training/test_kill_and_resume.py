@@ -12,8 +12,7 @@ import tiny
 import torch
 
 from torch_locoprop.study.training.run_folder import RunFolder
-from torch_locoprop.study.training.run_result import result_of
-from torch_locoprop.study.training.runner import run
+from torch_locoprop.study.training.runner import result_of, run
 
 KILLS = 50
 LONGEST = 0.4

@@ -30,9 +30,8 @@ from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.machine import matmul_precision
 from torch_locoprop.study.training.population_run import method_of, train_together
 from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
-from torch_locoprop.study.training.run_result import result_of
-from torch_locoprop.study.training.runner import run
-from torch_locoprop.study.training.step import TrainingStep
+from torch_locoprop.study.training.runner import result_of, run
+from torch_locoprop.training_step import TrainingStep
 
 DATA = tiny.data()
 
@@ -199,11 +198,10 @@ def test_the_host_asks_for_no_number_in_a_step(method: str, waits: bool) -> None
     model = architectures.build("12-8-3")
     own = methods.get(method)
     optimizer = own.build(model, {**own.settings, "weight_decay": 1e-5})
-    step = TrainingStep(model, optimizer, DATA.train)
-    rows = torch.arange(10)
-    step(rows)
+    step, images = TrainingStep(model, reconstruction_loss, optimizer), DATA.train[:10]
+    step(images, images)
     with Asked() as asked:
-        step(rows)
+        step(images, images)
     assert (asked.times > 0) is waits
 
 

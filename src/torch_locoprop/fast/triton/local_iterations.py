@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast.dispatch import transfer_of
+from torch_locoprop.fast.eligibility import transfer_of
 from torch_locoprop.fast.triton import availability, matrix_products, rmsprop
 from torch_locoprop.fast.triton.matrix_products import (
     apart,

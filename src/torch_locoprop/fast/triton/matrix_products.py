@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast.cuda_streams import current
+from torch_locoprop.fast.cuda_streams import on_device
 from torch_locoprop.fast.triton import availability
 
 
@@ -65,7 +65,7 @@ def square(x: Tensor) -> Tensor:
     """``[X 1]ᵀX [..., n + 1, n]`` with all digits of float32, whatever precision is allowed."""
     own = own_rows(x)
     rows, n = own.shape[-2:]
-    with current(x.device):
+    with on_device(x.device):
         table = turned(own, padded(rows), True, torch.float32)
         columns, inner = table.shape[-2:]
         found = own.new_empty(*own.shape[:-2], columns, padded(columns))

@@ -26,7 +26,7 @@ from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.machine import matmul_precision
-from torch_locoprop.study.training.step import TrainingStep
+from torch_locoprop.training_step import TrainingStep
 
 Layers = Sequence[tuple[int, int]]
 
@@ -118,18 +118,16 @@ def _step_ms(config: RunConfig) -> float:
     every = int(config.settings.get("every", 1))
     model, images = _prepare(config)
     optimizer = _optimizer(config, model)
-    step = TrainingStep(model, optimizer, images)
-    step.set_rates([float(group["lr"]) for group in optimizer.param_groups])
-    rows = torch.arange(len(images), device=config.device)
+    step = TrainingStep(model, reconstruction_loss, optimizer)
     warm_up = methods.get(config.method).first_steps or WARM_UP
     for _ in range(math.ceil(warm_up / every) * every):
-        step(rows)
+        step(images, images)
     _wait(config.device)
     periods: list[float] = []
     while len(periods) * every < LEAST_STEPS or sum(periods) < LEAST_SECONDS:
         began = time.perf_counter()
         for _ in range(every):
-            step(rows)
+            step(images, images)
         _wait(config.device)
         periods.append(time.perf_counter() - began)
     return 1000 * median(periods) / every

@@ -19,19 +19,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_locoprop.fast.cuda_streams import lanes
-from torch_locoprop.fast.triton import availability, guarded_writes
-from torch_locoprop.layers.linear import LinearLayer
+from torch_locoprop.fast import dispatch
+from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.fisher import running_average, sampled_output_gradient, second_moment
+from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.paper.tensors import Tensors, spread
 from torch_locoprop.paper.transfers import Sigmoid, Tanh, Transfer
 from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
-from torch_locoprop.solvers.base import Checked
+from torch_locoprop.stepping.write_back import finite_members, write_if
 
-MOST = 8  # lanes: each has memory of its own, and a population needs few to fill a GPU
+MOST = 8  # side streams: each has memory of its own, and a population needs few to fill a GPU
 NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
 
 
@@ -123,11 +123,11 @@ class Population:
         g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[-2]  # of the mean loss
         v: Tensor | None = None
         in_use: list[Tensor | None] = []  # by layers whose problems are still being solved
-        with lanes(MOST) as lane:
+        with streams.side_streams(MOST) as side:
             for m in reversed(range(len(self.layers))):
                 below = g @ self.layers[m]["weight"] if m > 0 else None
                 in_use += [g, v]
-                with lane(None):
+                with side(None):
                     self._solve(m, inputs[m], pre_activations[m], g, v, fishers[m])
                 if below is not None:
                     v = below
@@ -173,7 +173,7 @@ class Population:
         inputs, pre_activations = [], []
         for layer, transfer in zip(self.layers, self.transfers, strict=True):
             inputs.append(x)
-            pre_activations.append(LinearLayer().forward(x, **layer))
+            pre_activations.append(Dense().forward(x, **layer))
             x = transfer.f(pre_activations[-1])
         return inputs, pre_activations
 
@@ -221,14 +221,14 @@ class Population:
         output = m == len(self.layers) - 1 and method.variant.output_by_gradient_descent
         of_each = 1 / x.shape[-2] if method.local_reduction == "mean" else 1.0
         problem = LocalProblem(
-            layer=LinearLayer(),
+            linear_map=Dense(),
             x=x,
             start={
                 "weight": layer["weight"] * spread(shrink, layer["weight"]),
                 "bias": layer["bias"],
             },
             fixed={},
-            backprop=LinearLayer().weight_grad(x, g),
+            backprop=Dense().weight_grad(x, g),
             target=method.variant.target,
             loss=method.variant.loss,
             transfer=self.transfers[m],
@@ -241,10 +241,12 @@ class Population:
             fisher=fisher,
             before=Before(a, lr, self.numbers["weight_decay"]),
             products=method.local_products,
+            gram_of=dispatch.gram,
         )
         solver = SOLVERS["sgd"] if output else method.solver
         local_steps = 1 if output else method.local_steps
-        new, states = solver.solve(
+        new, states = dispatch.solve(
+            solver,
             problem,
             {name: {} for name in layer} if output else _without_fisher(self.states[m]),
             dict.fromkeys(layer, numbers),
@@ -257,15 +259,7 @@ class Population:
 
     def _write(self, m: int, new: Tensors, states: dict[str, Tensors]) -> None:
         """Write the finite members' solutions in place, so that a graph can be replayed."""
-        entries = [*new.values(), *(t for state in states.values() for t in state.values())]
-        of_members = [t for t in entries if t.dim() > 0]
-        fast = availability.takes(of_members)
-        if isinstance(new, Checked):
-            ok = new.finite
-        elif fast:
-            ok = guarded_writes.finite(of_members, len(self))
-        else:
-            ok = torch.stack([t.isfinite().flatten(1).all(1) for t in of_members]).all(0)
+        ok = finite_members(new, states, len(self))
         self.skips[m] += (~ok).long()
         pairs = [(value, self.layers[m][name]) for name, value in new.items()]
         for name in new:
@@ -277,16 +271,7 @@ class Population:
                     old.copy_(entry)
                 else:
                     pairs.append((entry, old))
-        if fast:
-            guarded_writes.write(ok, pairs)
-            return
-        for value, old in pairs:
-            old.copy_(torch.where(spread_mask(ok, value), value, old))
-
-
-def spread_mask(mask: Tensor, like: Tensor) -> Tensor:
-    """``[K]`` truth values shaped to select from ``[K, ...]``."""
-    return mask.reshape(-1, *([1] * (like.dim() - 1)))
+        write_if(ok, pairs)
 
 
 def _behind(transfer: Transfer, a: Tensor, y: Tensor, v: Tensor) -> Tensor:
@@ -318,7 +303,7 @@ class GraphedPopulation:
         self.population = population
         self.images = images
         self.index = torch.zeros(rows, dtype=torch.long, device=images.device)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._repeated = self._new_graph()
 
     def step(self, index: Tensor, rate: float) -> None:
         """One step on ``images[index]`` at ``rate`` times each member's learning rate."""
@@ -328,24 +313,12 @@ class GraphedPopulation:
             self.population.step(self.images[index])
             return
         self.index.copy_(index)
-        if self._graph is not None:
-            self._graph.replay()
-        else:
-            self._capture()
+        self._repeated()
 
     def keep(self, members: Sequence[int]) -> None:
         """Go on with these members alone; their tensors are new, so is the graph."""
-        self._graph = None
         self.population.keep(members)
+        self._repeated = self._new_graph()
 
-    def _capture(self) -> None:
-        """Take the first step on a side stream, as capture requires, then record the next ones."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.population.step(self.images[self.index])
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.population.step(self.images[self.index])
-        self._graph = graph
+    def _new_graph(self) -> graphs.Repeated[None]:
+        return graphs.Repeated(lambda: self.population.step(self.images[self.index]), eager=1)

@@ -1,8 +1,6 @@
 """The search for a method's settings.
 
-    from torch_locoprop.study import methods, tuning
-    from torch_locoprop.study.training.config import RunConfig
-    from torch_locoprop.study.tuning import spaces
+    from torch_locoprop.study import methods, spaces, tuning
 
     base = RunConfig("adam", epochs=20)
     space = spaces.of(methods.get("adam"))

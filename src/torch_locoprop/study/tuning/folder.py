@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.study.atomic_files import lock, write
+from torch_locoprop.study.data.safe_files import lock, replace
 from torch_locoprop.study.training.run_folder import RunError
 
 
@@ -75,16 +75,15 @@ class TuningFolder:
             if self.exists:
                 self._check_same(description)
             else:
-                write(self.path / "tuning.json", json.dumps(description, indent=1) + "\n")
+                self._write("tuning.json", json.dumps(description, indent=1) + "\n")
 
     def write_results(
         self, trials: Iterable[Mapping[str, Any]], best: Mapping[str, Any] | None
     ) -> None:
         """Replace the list of trials and the best configuration."""
-        lines = (json.dumps(trial) + "\n" for trial in trials)
-        write(self.path / "trials.jsonl", "".join(lines))
+        self._write("trials.jsonl", "".join(json.dumps(trial) + "\n" for trial in trials))
         if best is not None:
-            write(self.path / "best.json", json.dumps(best, indent=1) + "\n")
+            self._write("best.json", json.dumps(best, indent=1) + "\n")
 
     @contextmanager
     def worker(self) -> Iterator[str]:
@@ -113,6 +112,9 @@ class TuningFolder:
 
     def _worker(self, name: str) -> Path:
         return self.path / "workers" / name
+
+    def _write(self, name: str, text: str) -> None:
+        replace(self.path / name, lambda file: file.write(text.encode()))
 
     def _check_same(self, description: Mapping[str, Any]) -> None:
         there, here = _flat(self.description()), _flat(description)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_locoprop.study.figures.catalog import Scale
+from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.figures.run_library import Place
 from torch_locoprop.study.training.config import RunConfig
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class FigureRequest:
+class Order:
     """What was asked for; `command` is how to ask again, with NAME for the figure's."""
 
     scale: Scale
@@ -38,7 +38,7 @@ class FigureRequest:
 
 
 @dataclass(frozen=True)
-class MadeFigure:
+class Made:
     """A figure's files, the runs in it, and what is not in it, with the reason."""
 
     name: str

@@ -1,0 +1,142 @@
+"""The variants, solvers and regularizers that names in a parameter group stand for.
+
+Groups hold numbers and strings only, so that a state dict loads with ``weights_only=True``. A
+user's own variant, solver or regularizer is remembered under a name, and the group holds the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from torch import Tensor
+
+from torch_locoprop.config.settings import SETTINGS, unknown
+from torch_locoprop.paper.losses import LocalLoss
+from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
+from torch_locoprop.paper.targets import Target
+from torch_locoprop.paper.variants import VARIANTS, Variant
+from torch_locoprop.solvers import SOLVERS, Solver
+
+
+class Components:
+    """The built-in components and those that the user of one optimizer has given, by name."""
+
+    def __init__(self) -> None:
+        self._roles: dict[str, tuple[type, dict[str, Any]]] = {
+            "variant": (Variant, dict(VARIANTS)),
+            "solver": (Solver, dict(SOLVERS)),
+            "regularizer": (Regularizer, dict(REGULARIZERS)),
+        }
+
+    def variant(self, group: Mapping[str, Any]) -> Variant:
+        """Return the variant that a group names."""
+        variant: Variant = self._find("variant", group["variant"])
+        return variant
+
+    def solver(self, group: Mapping[str, Any]) -> Solver:
+        """Return the solver that a group names."""
+        solver: Solver = self._find("solver", group["solver"])
+        return solver
+
+    def regularizer(self, group: Mapping[str, Any]) -> Regularizer:
+        """Return the regularizer that a group names."""
+        regularizer: Regularizer = self._find("regularizer", group["regularizer"])
+        return regularizer
+
+    def check(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """Check all settings of a group and return it with every component replaced by its name."""
+        named = {**group, **{role: self._name(role, group[role]) for role in self._roles}}
+        for name, setting in SETTINGS.items():
+            setting.check(name, group[name])
+        self._check_together(named)
+        return named
+
+    def _check_together(self, group: Mapping[str, Any]) -> None:
+        variant, solver = self.variant(group), self.solver(group)
+        if group["solver"] == "adagrad" and not group["eps"] > 0:
+            raise ValueError(
+                f"Invalid eps={group['eps']}. Must be > 0: with solver='adagrad' it is the start "
+                "of the accumulator that gradients are divided by."
+            )
+        if solver.closed_form:
+            if not variant.loss.closed_form:
+                raise ValueError(
+                    f"Variant {variant.name!r} has no closed form: solver='exact' does not apply. "
+                    "Use a first-order solver, or variant='locoprop-s', 'locoprop-m', 'natural-s' "
+                    "or 'proxprop'."
+                )
+            if type(self.regularizer(group)) not in (Regularizer, L2):
+                raise ValueError(
+                    f"solver='exact' solves the problem with the L2 regularizer; "
+                    f"regularizer={group['regularizer']!r} needs a first-order solver."
+                )
+
+    def _name(self, role: str, value: object) -> str:
+        cls, known = self._roles[role]
+        if value is None and role == "regularizer":
+            return "none"
+        if isinstance(value, str):
+            if value not in known:
+                raise ValueError(unknown(role, value, known))
+            return value
+        if not isinstance(value, cls):
+            raise TypeError(
+                f"Invalid {role}={value!r}. Expected one of {', '.join(known)}, or an instance of "
+                f"torch_locoprop's {cls.__name__}."
+            )
+        if isinstance(value, Variant):
+            _check_instance("target", value.target, Target)
+            _check_instance("loss", value.loss, LocalLoss)
+        return _remember(value, known)
+
+    def _find(self, role: str, name: object) -> Any:
+        """Return the component of a group's entry, which may have changed since it was checked."""
+        cls, known = self._roles[role]
+        if isinstance(name, str) and name in known:
+            return known[name]
+        if name is None or isinstance(name, str):
+            return known[self._name(role, name)]
+        raise TypeError(
+            f"Invalid {role}={name!r} in a parameter group, which holds names: {', '.join(known)}. "
+            f"A {cls.__name__} of your own is given when the optimizer, or the group, is made."
+        )
+
+
+def _check_instance(role: str, value: object, cls: type) -> None:
+    if not isinstance(value, cls):
+        raise TypeError(f"Invalid {role}={value!r} in a variant. Must be a {cls.__name__}.")
+
+
+def _remember(value: Any, known: dict[str, Any]) -> str:
+    """Return the name of a component; it is the same in every run that builds the same groups.
+
+    A component equal to a known one shares its name. A dataclass is known by its parameters, so that a
+    state dict is not loaded into one with others.
+    """
+    for name, other in known.items():
+        if _same(value, other):
+            return name
+    plain = str(getattr(value, "name", type(value).__name__))
+    base = repr(value) if is_dataclass(value) and not isinstance(value, Variant) else plain
+    name, number = base, 1
+    while name in known:
+        number += 1
+        name = f"{base}-{number}"
+    known[name] = value
+    return name
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Return True if two components are of one class and have equal parameters."""
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    if is_dataclass(one):
+        return all(_same(getattr(one, f.name), getattr(other, f.name)) for f in fields(one))
+    if hasattr(one, "__dict__"):
+        mine, theirs = vars(one), vars(other)
+        return mine.keys() == theirs.keys() and all(_same(mine[k], theirs[k]) for k in mine)
+    return bool(one == other)

@@ -1,0 +1,41 @@
+"""Which local problems the fast paths serve: on a GPU ``triton/``, on a CPU ``cpu_onednn``."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_locoprop.paper.linear_map import Dense, LinearMap
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import LocalLoss, Matching, Squared
+from torch_locoprop.paper.regularizers import Regularizer
+from torch_locoprop.paper.targets import GradientDescent, MirrorDescent, Target
+from torch_locoprop.paper.transfers import Linear, Transfer
+
+
+def transfer_of(problem: LocalProblem) -> type[Transfer] | None:
+    """Return f if the problem's residual is ``f(a) − f(a₀)`` and its layer is dense; None otherwise.
+
+    Problems with gradients row by row, weights row by row or rows in other processes have None too:
+    they are solved by the plain solver.
+    """
+    plain = problem.g is None and problem.others is None
+    if not plain or isinstance(problem.row_weight, Tensor):
+        return None
+    parts = (problem.loss, problem.target, problem.regularizer, problem.transfer)
+    return transfer_in(problem.linear_map, *parts)
+
+
+def transfer_in(
+    linear_map: LinearMap,
+    loss: LocalLoss,
+    target: Target,
+    regularizer: Regularizer,
+    transfer: Transfer,
+) -> type[Transfer] | None:
+    """Return f as :func:`transfer_of` does, from the components of a problem that is not built yet."""
+    if type(linear_map) is not Dense or regularizer.has_direction or regularizer.has_prox:
+        return None
+    if (type(loss), type(target)) == (Squared, GradientDescent):
+        return Linear
+    matching = (type(loss), type(target)) == (Matching, MirrorDescent)
+    return type(transfer) if matching else None

@@ -1,0 +1,38 @@
+"""RMSProp's step in place: one kernel on a GPU, three passes on a CPU.
+
+The plain version is :meth:`torch_locoprop.solvers.first_order.RmsProp.step`, which makes new tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_locoprop.fast.triton import rmsprop
+from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.solvers import FirstOrder, RmsProp
+from torch_locoprop.solvers.base import Numbers
+
+
+def fits(solver: FirstOrder) -> bool:
+    """Return True if the solver is RMSProp itself and no subclass with a rule of its own."""
+    cls = type(solver)
+    own = isinstance(solver, RmsProp) and cls.step is RmsProp.step
+    return own and cls.advance_ is FirstOrder.advance_
+
+
+def advance_(
+    tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
+) -> None:
+    """Move tensor and state in place by a step at ``rate`` times the learning rate."""
+    v, m = state["square"], state["momentum"]
+    own = rmsprop.numbers_of(numbers)
+    if rmsprop.fits([tensor, gradient, v, m], own):
+        moving = rmsprop.Moving(tensor, v, m)
+        rmsprop.step(moving, moving, gradient, numbers, rate)
+    elif any(isinstance(number, Tensor) for number in own):
+        RmsProp().advance_(tensor, gradient, state, numbers, rate)
+    else:
+        eta, mu, rho, eps = map(float, own)
+        v.mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
+        m.mul_(mu).addcmul_(gradient, (v + eps).rsqrt_(), value=eta * rate)
+        tensor.sub_(m)

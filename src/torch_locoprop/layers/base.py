@@ -1,0 +1,154 @@
+"""The interface of a layer kind, and the registry of all kinds.
+
+A layer kind is the adapter between an ``nn.Module`` and its linear map (``paper/linear_map.py``). It
+knows the shapes of the module's tensors and of what was recorded, and has no formula. To add one, write
+a file in this package with a class that has these methods and a factory marked ``@serves(TheModule)``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_locoprop.paper.linear_map import LinearMap
+
+
+class LayerKind(Protocol):
+    """The adapter of one kind of module. Rows are samples × positions, features last.
+
+    In a local problem the weight is a matrix ``[d, n]``, whatever its shape in the module. Groups of a
+    convolution are a leading dimension of everything: weight ``[G, d/G, n]``, rows ``[G, rows, d/G]``.
+    """
+
+    @property
+    def kind(self) -> str:
+        """The name of the kind, as ``summary()`` shows it."""
+        ...
+
+    @property
+    def features(self) -> int:
+        """The dimension of recorded tensors that holds the features: -1 or 1."""
+        ...
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of the tensors that the module's ``forward`` takes."""
+        ...
+
+    @property
+    def linear_map(self) -> LinearMap:
+        """The products of the layer, for the local problem."""
+        ...
+
+    def refuses(self, module: nn.Module) -> str | None:
+        """Return why this module has no local problem, or None if it has one."""
+        ...
+
+    def matrix(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a parameter, or a tensor of its shape, as the local problem has it.
+
+        Args:
+            name: "weight" or "bias".
+            tensor: the parameter, its gradient or its state.
+        """
+        ...
+
+    def restored(self, name: str, matrix: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor of the local problem in the module's shape; the inverse of :meth:`matrix`."""
+        ...
+
+    def collect(self, inputs: Sequence[Tensor], outputs: Sequence[Any], like: Tensor) -> Any:
+        """Return the inputs of all calls in the form that the linear map takes.
+
+        Args:
+            inputs: the recorded input of each call.
+            outputs: the shape of each call's output.
+            like: the weight, whose dtype the result has.
+        """
+        ...
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """Return a recorded output, or its gradient, as ``[rows, features]``."""
+        ...
+
+    def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
+        """Return some samples of a recorded tensor: rows, or images with all their positions."""
+        ...
+
+    def positions(self, output: Sequence[int]) -> int:
+        """Return the number of rows that each sample of an output of this shape has."""
+        ...
+
+
+Factory = Callable[[Any], LayerKind]
+F = TypeVar("F", bound=Factory)
+
+_FACTORIES: dict[str, Factory] = {}  # by the full name of the module's class
+
+
+def serves(module: type[nn.Module] | str) -> Callable[[F], F]:
+    """Register the decorated function as the one that makes the layer kind of a module.
+
+    Args:
+        module: the class, or its full name for a package that must not be imported for its sake.
+    """
+
+    def register(factory: F) -> F:
+        _FACTORIES[module if isinstance(module, str) else _full_name(module)] = factory
+        return factory
+
+    return register
+
+
+def layer_kind(module: nn.Module) -> LayerKind | None:
+    """Return the kind that serves modules of this class or of its nearest base; None if none does."""
+    for cls in type(module).__mro__:
+        factory = _FACTORIES.get(_full_name(cls))
+        if factory is not None:
+            return factory(module)
+    return None
+
+
+def call_inputs(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Tensor]:
+    """Return the tensors of a call that :attr:`LayerKind.arguments` names."""
+    return [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
+
+
+def joined_inputs(inputs: Sequence[Tensor]) -> Tensor:
+    """Return what is recorded of a call: its one input, or several joined along the features."""
+    if len(inputs) == 1:
+        return inputs[0]
+    return torch.cat([tensor.detach() for tensor in inputs], dim=-1)
+
+
+def own_forward(module: nn.Module, *known: Any) -> str | None:
+    """Return a reason if the module's ``forward`` is none of those that are known."""
+    if type(module).forward in known and "forward" not in vars(module):
+        return None
+    return f"{type(module).__name__} has a forward of its own"
+
+
+def unusual_tensors(module: nn.Module) -> str | None:
+    """Return a reason if the module's tensors are not just a plain, real weight and a bias."""
+    own = module._parameters
+    weight = own.get("weight")
+    if weight is None:
+        return "its weight is computed (parametrized), not a parameter"
+    if "bias" not in own:
+        return "its bias is computed (parametrized), not a parameter"
+    if weight.is_complex():
+        return "local problems are real, and its weight is complex"
+    if is_traceable_wrapper_subclass(weight):
+        return f"its weight is a {type(weight).__name__}, sharded or quantized, not a plain tensor"
+    more = [name for name, p in own.items() if p is not None and name not in ("weight", "bias")]
+    return f"it has more parameters than weight and bias: {', '.join(more)}" if more else None
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

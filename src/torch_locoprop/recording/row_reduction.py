@@ -1,0 +1,130 @@
+"""What is kept of a layer's rows between backward pass and step: all, some, XᵀX, or none."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.fast import dispatch
+from torch_locoprop.paper.gram import Gram, RowUse, saves_work
+from torch_locoprop.recording.call import Call
+
+if TYPE_CHECKING:
+    from torch_locoprop.recording.layer_record import LayerRecord
+
+# In an ordinary loop on a GPU, XᵀX of a layer is computed outside of the CUDA graph of its step.
+# That is worthwhile only where it is so many times smaller than the rows.
+FRACTION = 4
+
+
+def gram_is_better(use: RowUse, x: Tensor, like: Tensor, rows: int) -> bool:
+    """Return True if XᵀX of all rows is smaller than x, and no more work than the rows themselves.
+
+    Args:
+        use: what the step needs of the rows.
+        x: the input that would be kept otherwise; it may have a part of the rows only. The work is that
+            of all rows, so that a part of them never takes more memory than all would.
+        like: the weight as a matrix ``[..., d, n]``.
+        rows: number of rows of the call.
+    """
+    d, n = like.shape[-2:]
+    numbers = like.numel() // max(d, 1) * (n + 1)
+    if use.precise and like.device.type == "mps":  # which has no float64
+        return False
+    size = numbers * use.dtype(like).itemsize
+    fraction = FRACTION if dispatch.is_launched_alone(like) else 1
+    if size * fraction >= x.numel() * x.element_size():
+        return False
+    return use.square or saves_work(rows, d, n, use.gradients)
+
+
+def condensed(layer: LayerRecord, call: Call) -> Call:
+    """Return the call with what the next step needs of it: no rows, XᵀX if that is less, or rows."""
+    tensors = layer.tensors
+    own = {id(p) for p in layer.given if p.requires_grad or p.grad is not None}
+    moved = [name for name, p in tensors.items() if id(p) in own]
+    use = None if layer.use_of_rows is None else layer.use_of_rows(layer, moved)
+    no_rows = use is not None and not use.is_any
+    if call.sampled is not None or not no_rows:
+        call = _thinned(layer, call)
+    if use is None or call.x.numel() == 0:
+        return call
+    like = tensors["weight"].detach()
+    if no_rows:
+        gram = Gram.unknown(like, layer.rows_of(call))
+        call = call._replace(x=gram.total, gram=gram, version=None)
+        return call._replace(g=None, v=None, a=None, kept=None)
+    if call.is_overwritten:
+        return call
+    matrix = layer.kind.matrix("weight", like)
+    if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):
+        return call
+    with without_autocast(like.device):
+        gram = products(layer, call, use.dtype(like))
+    return call._replace(x=call.x.new_empty(0), gram=gram, version=None, a=None)
+
+
+def products(layer: LayerRecord, call: Call, dtype: torch.dtype) -> Gram:
+    """Return ``XᵀX`` of a call's rows; of the rows that were kept, as an estimate of that of all."""
+    blocks = layer.kind.linear_map.row_blocks(layer.collected([call]))
+    first, *rest = (dispatch.gram(block.to(dtype), apart=True) for block in blocks)
+    of_kept = sum(rest, first)
+    if call.kept is None:
+        return of_kept
+    times = stands_for(layer, call)
+    return Gram(of_kept.square * times, of_kept.total * times, layer.rows_of(call))
+
+
+def stands_for(layer: LayerRecord, call: Call) -> float:
+    """Return how many rows of a call each row that was kept counts for."""
+    return 1.0 if call.kept is None else layer.samples_of(call) / len(call.kept)
+
+
+def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
+    """Return the weight of a row in the local loss: a number, or ``[rows, 1]``.
+
+    Args:
+        layer: the record of the layer.
+        of_each: the weight of a row that counts for itself alone. XᵀX has in it for how many rows each
+            counts, so its weight is this number.
+    """
+    in_rows = all(call.gram is None for call in layer.calls)
+    if not in_rows or all(call.kept is None for call in layer.calls):
+        return of_each
+    parts = []
+    for call in layer.calls:
+        samples = layer.samples_of(call)
+        kept = samples if call.kept is None else len(call.kept)
+        rows = layer.rows_of(call) // samples * kept
+        weight = layer.tensors["weight"]
+        parts.append(weight.new_full((rows, 1), of_each * samples / kept))
+    return torch.cat(parts)
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Compute in the precision of the weights, inside autocast too."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
+
+
+def _thinned(layer: LayerRecord, call: Call) -> Call:
+    """Return the call with at most ``max_rows`` rows, in samples drawn at random, at least one."""
+    if layer.max_rows is None or call.kept is not None or call.x.layout != torch.strided:
+        return call
+    samples = layer.samples_of(call)
+    keep = max(layer.max_rows // max(layer.kind.positions(call.shape), 1), 1)
+    if samples <= keep:
+        return call
+    seed, device = layer.row_seed + len(layer.calls), call.x.device
+    order = layer.orders.get((seed, samples, device))
+    if order is None:
+        generator = torch.Generator(device).manual_seed(seed)
+        order = torch.randperm(samples, generator=generator, device=device)
+        layer.orders[seed, samples, device] = order
+    return call.thinned(layer.kind, order[:keep])

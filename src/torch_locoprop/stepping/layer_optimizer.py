@@ -1,0 +1,201 @@
+"""An optimizer that keeps records of a model's layers, in step with its parameter groups."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from torch_locoprop.config.components import Components
+from torch_locoprop.config.groups import (
+    Group,
+    check_agreement,
+    check_division,
+    check_predictive,
+    checked_group,
+    merged,
+    restricted,
+    warn_of_ignored,
+)
+from torch_locoprop.fast.dispatch import graphs
+from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.recording.hooks import ModelHooks
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.model_scan import scan
+from torch_locoprop.recording.transfer_assignment import give_transfers
+from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
+from torch_locoprop.stepping.measurements import Measurements
+from torch_locoprop.stepping.method import Plan
+from torch_locoprop.stepping.outer_optimizer import Outer
+from torch_locoprop.stepping.requirements import require
+
+# What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
+_KEPT = (
+    *("_model", "_components", "_given_transfers", "_output_transfer", "_loss_transfer"),
+    *("_loss_sums", "_fallback", "_outer", "_apply", "_patterns", "_measurements", "_replays"),
+    *("_notices", "_fisher_missing"),
+)
+
+
+class LayerOptimizer(WithFallback):
+    """The plumbing of :class:`~torch_locoprop.LocoProp`: layers, hooks, plans, groups, copies."""
+
+    _model: nn.Module
+    _components: Components
+    _given_transfers: dict[str, str | Transfer]  # by module name
+    _output_transfer: Transfer | None
+    _loss_transfer: Transfer | None  # read from loss_fn
+    _patterns: tuple[str, ...] | None  # of the layers to serve
+    _measurements: Measurements | None
+    _outer: Outer | None
+    _fallback_factory: FallbackFactory | None
+    _fisher_missing: bool  # a layer had no Fisher matrix in the last step
+    _attached: bool
+    _counted: dict[str, dict[str, int]]  # counts at a resumption or a change of groups
+
+    def _attach(self) -> None:
+        """Find the layers of the model and put hooks on them."""
+        if self._attached:
+            self._counted = self._counts()
+        given = {p for group in self.param_groups for p in group["params"]}
+        self._layers, self._unserved = scan(self._model, given, patterns=self._patterns)
+        for layer in self._layers:
+            layer.count_from(self._counted.get(layer.name, {}))
+        give_transfers(self._layers, self._given_transfers)
+        self._check_agreement(self._layers, self._group_of())
+        self._hooks = ModelHooks(self._model, self._layers, self._known_output)
+        self._hooks.before_forward = weakref.WeakMethod(self._require_anew)
+        self._graphs = graphs.StepGraphs()
+        self._attached = True
+        self._require()
+
+    @property
+    def _known_output(self) -> Transfer | None:
+        """The transfer of the model's output, as far as the user has given it."""
+        return self._output_transfer or self._loss_transfer
+
+    def _new_plan(self) -> Plan:
+        return Plan(self._local_groups(), self._group_of(), self._components)
+
+    def _require(self) -> None:
+        """Plan the next step, and tell layers and hooks what it will need."""
+        self._plan = self._new_plan()
+        require(
+            self._plan,
+            self._layers,
+            self._hooks,
+            self.state,
+            steps=self._local_groups()[0]["steps"],
+            diagnosed=self._measurements is not None,
+            fisher_missing=self._fisher_missing,
+        )
+        self._fisher_missing = False
+
+    def _require_anew(self) -> None:
+        """Plan again before a forward pass if settings have changed since the last step."""
+        if not self._plan.is_current and all(layer.starts_afresh() for layer in self._layers):
+            self._require()
+
+    def _counts(self) -> dict[str, dict[str, int]]:
+        """Return how often each layer's solutions were skipped, gated and capped."""
+        return {layer.name: layer.counted() for layer in self._layers}
+
+    # ---- parameter groups ----------------------------------------------------------------------
+
+    def _group_of(self) -> dict[nn.Parameter, Group]:
+        return {p: group for group in self._local_groups() for p in group["params"]}
+
+    def _checked(self, group: Mapping[str, Any]) -> Group:
+        return checked_group(group, self._model, self._components, self._known_output)
+
+    def _check_agreement(
+        self, layers: list[LayerRecord], group_of: Mapping[nn.Parameter, Group]
+    ) -> None:
+        for layer in layers:
+            check_agreement(layer.name, [group_of[p] for p in layer.given], self._components)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; parameters of it that have no local problem go to the fallback."""
+        if not self._attached:  # called by the constructor, which has checked and divided them
+            super().add_param_group(param_group)
+            return
+        if self._outer is not None:
+            raise ValueError(
+                "The outer optimizer trains the parameters it was made for. To add some, make a new "
+                "LocoProp."
+            )
+        if any(layer.calls for layer in self._layers):
+            raise RuntimeError(
+                "A group was added between backward() and step(): what the layers recorded would be "
+                "lost. Call step() or zero_grad() first."
+            )
+        group = self._checked(merged(self.defaults, param_group))
+        known = {p for own in self.param_groups for p in own["params"]}
+        if known & set(group["params"]):
+            raise ValueError("some parameters appear in more than one parameter group")
+        served, _ = scan(self._model, known | set(group["params"]), patterns=self._patterns)
+        local = {p for layer in served for p in layer.tensors.values()}
+        self._check_agreement(served, self._group_of() | dict.fromkeys(group["params"], group))
+        warn_of_ignored([param_group], [group], local)
+        for part in restricted([group], local):
+            super().add_param_group(part)
+        self._attach()
+        rest = [p for p in group["params"] if p not in local]
+        self._add_to_fallback(rest, self._fallback_factory)
+
+    def _add_to_outer(self, checked: list[Group], rest: list[nn.Parameter]) -> None:
+        """List the parameters without a local problem that an outer optimizer of all trains."""
+        if self._fallback_factory is not None or any(group["maximize"] for group in checked):
+            raise ValueError(
+                "outer= trains all parameters, those without a local problem too. Leave fallback= and "
+                "maximize= out, or give outer= the parameters of the layers alone."
+            )
+        for group in restricted(checked, set(rest)):  # with the schedule of outer=
+            rate = {"lr": group["lr"], "local_lr": float(group["lr"])}
+            self.param_groups.append({"params": group["params"], **rate, "fallback": True})
+
+    # ---- saved and copied optimizers -----------------------------------------------------------
+
+    def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
+        """Raise if a state dict is not that of an optimizer made like this one."""
+        if ("outer" in state_dict) != (self._outer is not None):
+            raise ValueError(
+                "The state dict and this optimizer differ in apply=: one has an outer optimizer. Tools "
+                "that keep nothing but state and param_groups, as torch.distributed.checkpoint does, "
+                "lose its state: save opt.state_dict() itself."
+            )
+        for group in state_dict["param_groups"]:
+            if "fallback" not in group:
+                raise ValueError("This is not the state dict of a LocoProp optimizer.")
+            if not group["fallback"]:
+                self._check_loaded_group({**self.defaults, **group})
+        check_division(state_dict["param_groups"], self.param_groups)
+        if self._outer is not None:
+            self._outer.check_loadable(state_dict["outer"])
+
+    def _check_loaded_group(self, group: Group) -> None:
+        try:
+            self._components.check(group)
+            check_predictive(group, self._components, self._known_output)
+        except ValueError as error:
+            raise ValueError(
+                f"The state dict does not fit: {error} Make this optimizer with the same "
+                "components as the one that was saved."
+            ) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in _KEPT}
+        own |= {"_fallback_factory": None, "_attached": False}
+        return {**super().__getstate__(), **own, "_counted": self._counts()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # which torch adds, and no group knows
+        for group in self._local_groups():
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        if "_model" in state:
+            self._attach()
+            self._link_fallback()

@@ -1,0 +1,160 @@
+"""The local step of every layer: build its problem, solve it, guard and apply the solution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from torch_locoprop.config.groups import Group, numbers
+from torch_locoprop.fast import dispatch
+from torch_locoprop.fast.dispatch import streams
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.transfers import Linear
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.transfer_assignment import NOT_CALLED
+from torch_locoprop.solvers.base import States
+from torch_locoprop.stepping.build_problem import local_problem, running_fisher
+from torch_locoprop.stepping.guards import drop_momentum, guarded
+from torch_locoprop.stepping.measurements import Measurements, measured, timed
+from torch_locoprop.stepping.method import Method, Plan
+from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
+from torch_locoprop.stepping.write_back import (
+    all_finite,
+    is_finite,
+    state_like,
+    state_pairs,
+    write_if,
+)
+
+if TYPE_CHECKING:
+    from torch_locoprop.reporting.messages import Notices
+
+Directions = dict[nn.Parameter, Tensor]  # gradients for an outer optimizer
+
+
+@dataclass
+class LocalSteps:
+    """One step of all layers, with the settings and states of the optimizer that takes it."""
+
+    plan: Plan
+    group_of: Mapping[nn.Parameter, Group]
+    state: MutableMapping[Any, Tensors]  # solver states by parameter
+    apply: str  # "replace", "gradient" or "nothing"
+    has_outer: bool  # an outer optimizer takes the displacements as gradients
+    terms: float  # number of terms of a loss that sums, otherwise 1
+    measurements: Measurements | None
+    notices: Notices
+    draws_labels: bool  # labels were drawn in the forward pass of this step
+    fisher_missing: bool = False  # set if a layer had no Fisher matrix yet
+
+    def solve_all(self, layers: Mapping[LayerRecord, Any]) -> Directions:
+        """Solve every layer's problem, side by side where a CUDA graph is recorded."""
+        directions: Directions = {}
+        by_kernels = all(may_have_kernels(self.plan, layer) for layer in layers)
+        most = streams.MANY_STREAMS if by_kernels else streams.FEW_STREAMS
+        with streams.side_streams(most) as side:
+            for layer in reversed(list(layers)):  # the last layer's gradient exists first
+                device = layer.given[0].device
+                with (
+                    streams.on_device(device),
+                    side(layer.ready),
+                    timed(self.measurements, layer.name, device),
+                ):
+                    directions |= self.solve(layer)
+        return directions
+
+    def solve(self, layer: LayerRecord) -> Directions:
+        """Solve one layer's problem and write the solution, or return it as gradients."""
+        trained = layer.with_gradient
+        owner, parameter = next(iter(trained.items()))
+        group, method = self.plan.group(layer), self.plan.method_now(layer)
+        unrecorded = not (layer.calls or layer.copies or layer.obstacle)
+        if unrecorded and layer.together is None:
+            gradients = {p: p.grad for p in trained.values() if p.grad is not None}
+            if not any(bool(g.any()) for g in gradients.values()):
+                return gradients if self.has_outer else {}
+            layer.note = layer.note or NOT_CALLED
+            self.notices.not_called(layer.name)
+        elif layer.note == NOT_CALLED:
+            layer.note = ""
+        state = state_like(parameter, self.state[parameter])
+        fisher = running_fisher(layer, method, state.get("fisher"))
+        if fisher is None and method.needs_fisher:
+            method = self._without_fisher(layer, method)
+        problem = local_problem(layer, method, self.group_of, fisher, self.terms, self.has_outer)
+        new, states = dispatch.solve(
+            method.solver,
+            problem,
+            {n: state_like(p, self.state[p], without="fisher") for n, p in trained.items()},
+            {name: numbers(self.group_of[p]) for name, p in trained.items()},
+            method.local_steps,
+            group["local_decay"],
+        )
+        if fisher is not None:
+            states[owner]["fisher"] = fisher
+        return self._apply_solution(layer, problem, new, states, method.is_backprop)
+
+    def _apply_solution(
+        self,
+        layer: LayerRecord,
+        problem: LocalProblem,
+        new: Tensors,
+        states: States,
+        is_backprop: bool,
+    ) -> Directions:
+        """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
+        group = self.plan.group(layer)
+        settled = is_finite(new, states)
+        kept = [
+            pair
+            for name, state in states.items()
+            for pair in state_pairs(self.state[layer.tensors[name]], state, settled)
+        ]
+        cap = None if caps_outer(self.apply, group) else group["cap"]
+        found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
+        ok = all_finite(list(found.new.values())) if group["gate"] else settled
+        layer.count("skipped", ~ok)
+        layer.count("gated", found.gated)
+        layer.count("capped", found.capped)
+        if self.measurements is not None:
+            self.measurements[layer.name] = measured(problem, found.new)
+        solution = {
+            layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
+            for name, t in found.new.items()
+        }
+        applied = [(value, p) for p, value in solution.items()] if self.apply == "replace" else []
+        if group["gate"]:
+            write_if(settled, kept)
+            drop_momentum([self.state[layer.tensors[name]] for name in states], found.gated)
+            write_if(ok, applied)
+        else:
+            write_if(ok, [*kept, *applied])
+        if self.apply == "nothing":
+            return {p: p.grad for p in solution if p.grad is not None}
+        if self.has_outer:
+            return as_gradients(layer, problem, found, ok, is_backprop, self.group_of)
+        return {}
+
+    def _without_fisher(self, layer: LayerRecord, method: Method) -> Method:
+        """Return a BackProp step for a layer first used between two samplings of labels."""
+        if self.draws_labels:
+            raise RuntimeError(
+                f"No Fisher matrix was sampled for layer {layer.name!r}. Call the model itself, "
+                "model(x), so that labels can be drawn from its output, and checkpoint its parts with "
+                "use_reentrant=False."
+            )
+        self.fisher_missing = True
+        return method.as_backprop()
+
+
+def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
+    """Return True if our own kernels will solve a layer's problem: others need memory per stream."""
+    method, transfer = plan.method(layer), layer.transfer or Linear()
+    weight = layer.tensors["weight"].detach()
+    parts = (method.variant, method.regularizer, method.solver, transfer, weight)
+    all_rows = plan.group(layer)["max_rows"] is None
+    return all_rows and dispatch.may_have_kernels(layer.kind.linear_map, *parts)
