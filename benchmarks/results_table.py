@@ -21,7 +21,7 @@ from statistics import mean
 from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population_run import without_numbers
-from torch_locoprop.study.training.runner import RunResult, result_of
+from torch_locoprop.study.training.run_result import RunResult, result_of
 
 EPOCHS = (20, 40, 60, 80)
 TOLD = {"solver": "local {}", "local_steps": "T = {}", "lr": "lr = {:g}", "gamma": "gamma = {:g}"}

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from training import Record, Run, Settings, Task, finished, perform, shown, write
 
-from torch_locoprop.study.data import safe_files
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.training import machine
 
 SEARCH_SEED = 100  # differs from the seeds in the table
@@ -369,7 +369,7 @@ def main(task: Task, options: argparse.Namespace) -> None:
         comparison.compare()
     text = comparison.table()
     path = comparison.folder / "table.md"
-    safe_files.replace(path, lambda file: file.write(text.encode()))
+    atomic_files.write(path, text)
     comparison.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
 

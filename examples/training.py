@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torch_locoprop.study.data import safe_files
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.training import machine
 
 Settings = Mapping[str, Any]
@@ -248,9 +248,7 @@ def perform(task: Task, run: Run, device: str) -> Record:
 
 
 def write(path: Path, content: Record) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1) + "\n"
-    safe_files.replace(path, lambda file: file.write(text.encode()))
+    atomic_files.write(path, json.dumps(content, indent=1) + "\n")
 
 
 def finished(task: Task, run: Run) -> Record | None:

@@ -7,7 +7,7 @@ import pytest
 from benchmarks import results_table
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Metrics
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -8,7 +8,7 @@ import pytest
 
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Metrics
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 ROOT = Path(__file__).parents[2]
 _spec = importlib.util.spec_from_file_location("table", ROOT / "benchmarks" / "results_table.py")

@@ -17,12 +17,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import display, main, shared
+from torch_locoprop.study.cli import main, shared
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.training import progress
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Metrics, RunFolder
-from torch_locoprop.study.training.runner import RunResult, result_of
+from torch_locoprop.study.training.run_result import RunResult, result_of
 
 TINY = ["--model", "12-8-3", "--epochs", "2", "--batch-size", "20", "--device", "cpu"]
 
@@ -379,7 +380,7 @@ def metrics(epoch: int) -> Metrics:
 
 def test_a_terminal_gets_a_bar(capfd: pytest.CaptureFixture[str]) -> None:
     console = Console(force_terminal=True, width=120)
-    with display.watching(console, "adam", 5, quiet=False) as watch:
+    with progress.watching(console, "adam", 5, quiet=False) as watch:
         watch(metrics(5))
     out = capfd.readouterr().out
     assert "━" in out

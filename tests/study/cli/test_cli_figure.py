@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from torch_locoprop.study.figures import catalog, work
+from torch_locoprop.study.figures import catalog, run_jobs
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.training.runner import result_of
+from torch_locoprop.study.training.run_result import result_of
 
 COMMAND = import_module("torch_locoprop.study.cli.figure")  # the package has the function
 TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
@@ -135,7 +135,7 @@ def test_ctrl_c_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     def interrupted(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(work, "run", interrupted)
+    monkeypatch.setattr(run_jobs, "run", interrupted)
     code, _, err = run("relu", "--quick", *FEW)
     assert code == 130
     assert err.endswith("Interrupted. The same command goes on where it stopped.\n")
@@ -147,7 +147,7 @@ def test_a_failed_run_is_told_and_is_exit_code_one(
     def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(work, "run", failing)
+    monkeypatch.setattr(run_jobs, "run", failing)
     code, out, err = run("relu", "--quick", *FEW)
     assert (code, out) == (1, "")
     assert "adam failed: no memory" in err
@@ -157,7 +157,7 @@ def test_a_full_disk_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "runs/a/checkpoint.pt")
 
-    monkeypatch.setattr(work, "run", full)
+    monkeypatch.setattr(run_jobs, "run", full)
     code, _, err = run("relu", "--quick", *FEW, "--quiet")
     assert code == 1
     assert err == (
@@ -170,7 +170,7 @@ def test_a_run_that_fails_is_told_even_quietly(run: Any, monkeypatch: pytest.Mon
     def failing(*_: Any, **__: Any) -> None:
         raise RuntimeError("no way")
 
-    monkeypatch.setattr(work, "run", failing)
+    monkeypatch.setattr(run_jobs, "run", failing)
     code, _, err = run("relu", "--quick", *FEW, "--quiet")
     assert code == 1
     assert "curves 784-6-3 adam failed: no way\n" in err

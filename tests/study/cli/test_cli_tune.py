@@ -16,7 +16,7 @@ from rich.console import Console
 from torch_locoprop.study.cli.tune import watching
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.training.runner import result_of
+from torch_locoprop.study.training.run_result import result_of
 from torch_locoprop.study.tuning.campaign import Status
 
 TASK = ["--model", "12-8-3", "--epochs", "2", "--batch-size", "20", "--device", "cpu"]

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from torch_locoprop.study.demo import run
 from torch_locoprop.study.methods import label
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 NAMES = ["LocoProp-M", "LocoProp-S", "RMSProp", "Adam"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.figures.catalog import Scale
-from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.figures.make import Maker
-from torch_locoprop.study.figures.order import Order
+from torch_locoprop.study.figures.loss_figures import Maker
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.training.runner import Metrics
+from torch_locoprop.study.figures.request import FigureRequest
+from torch_locoprop.study.figures.run_library import Place
+from torch_locoprop.study.training.run_folder import Metrics
 
 TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
 
@@ -35,7 +35,7 @@ class Deadly(Images):
         os._exit(9)
 
 
-def order(folder: Path, **values: Any) -> Order:
+def order(folder: Path, **values: Any) -> FigureRequest:
     fields: dict[str, Any] = {
         "scale": SCALE,
         "images": IMAGES,
@@ -44,7 +44,7 @@ def order(folder: Path, **values: Any) -> Order:
         "out": folder / "figures",
         "without": ("soap", "muon", "exact-s-muon"),
     }
-    return Order(**{**fields, **values})
+    return FigureRequest(**{**fields, **values})
 
 
 @contextmanager
@@ -58,7 +58,7 @@ def unwatched(name: str, epochs: int) -> Iterator[Any]:
 class Making:
     """A maker, and all that it said."""
 
-    def __init__(self, asked: Order) -> None:
+    def __init__(self, asked: FigureRequest) -> None:
         self.said: list[str] = []
         self.maker = Maker(asked, unwatched, self.said.append)
 

@@ -12,7 +12,7 @@ from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.runner import result_of
+from torch_locoprop.study.training.run_result import result_of
 
 RESULTS = Path(__file__).parents[3] / "results"
 LOSSES = [name for name in catalog.NAMES if name not in ("matching-loss", "costs")]

@@ -10,14 +10,14 @@ import pytest
 import small
 from matplotlib.figure import Figure
 
-from torch_locoprop.study.figures import captions, catalog, curves, style
+from torch_locoprop.study.figures import captions, catalog, loss_plot, style
 from torch_locoprop.study.figures.catalog import LossFigure, Series
-from torch_locoprop.study.figures.curves import Drawn
-from torch_locoprop.study.figures.gather import Found
+from torch_locoprop.study.figures.loss_plot import Drawn
 from torch_locoprop.study.figures.protocol import PROTOCOL
+from torch_locoprop.study.figures.run_library import Found
 from torch_locoprop.study.training import runner
 from torch_locoprop.study.training.run_folder import Metrics
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 ENVIRONMENT = {"machine": "NVIDIA H200", "torch": "2.11.0+cu130", "threads": 1}
 DATA = {"name": "curves", "source": "made for tests", "fingerprint": "0"}
@@ -37,7 +37,7 @@ def line(method: str, *runs: Found, seconds: float | None = None) -> Drawn:
 
 def picture(lines: list[Drawn], name: str = "standard") -> Figure:
     figure = catalog.loss_figure(name, small.SCALE)
-    return curves.draw(figure, [lines] * len(figure.panels), "subtitle", ["footer"])
+    return loss_plot.draw(figure, [lines] * len(figure.panels), "subtitle", ["footer"])
 
 
 def legend(figure: Figure) -> list[str]:

@@ -11,13 +11,13 @@ import torch
 
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
-from torch_locoprop.study.figures import catalog, images, timings, work
-from torch_locoprop.study.figures.gather import Library, Place, where_made
+from torch_locoprop.study.figures import catalog, images, run_jobs, timings
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.missing import Missing
+from torch_locoprop.study.figures.run_library import Library, Place, where_made
 from torch_locoprop.study.training import runner
 from torch_locoprop.study.training.run_folder import RunError, RunFolder
-from torch_locoprop.study.training.runner import result_of
+from torch_locoprop.study.training.run_result import result_of
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         names.append(("timing " if "timings" in folder.parts else "") + config.method)
         return runner.run(config, folder, **options)
 
-    monkeypatch.setattr(work, "run", run)
+    monkeypatch.setattr(run_jobs, "run", run)
     return names
 
 
@@ -193,9 +193,9 @@ def test_several_processes_do_the_same(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_an_error_that_says_what_to_do(tmp_path: Path) -> None:
-    job = work.Job(small.SCALE.series("relu", "adam").config, tmp_path / "run", "adam")
+    job = run_jobs.Job(small.SCALE.series("relu", "adam").config, tmp_path / "run", "adam")
     with pytest.raises(RunError, match="fewer --jobs"):
-        work.together([job], small.Deadly(), 2, lambda outcome: None)
+        run_jobs.together([job], small.Deadly(), 2, lambda outcome: None)
 
 
 @pytest.mark.parametrize("failure", [torch.OutOfMemoryError, ImportError])
@@ -207,7 +207,7 @@ def test_a_run_that_fails_is_named_and_the_others_are_drawn(
             raise failure("out of memory\nand a long story")
         return runner.run(config, folder, **options)
 
-    monkeypatch.setattr(work, "run", run)
+    monkeypatch.setattr(run_jobs, "run", run)
     making = small.Making(small.order(tmp_path))
     (made,) = making("relu")
     assert [text.endswith("failed: out of memory") for text in making.maker.failures] == [True]

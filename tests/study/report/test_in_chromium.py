@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 from study.report.made import MACHINE, data, made
 
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.data import datasets
-from torch_locoprop.study.report import gather, page
+from torch_locoprop.study.report import comparison, page
 from torch_locoprop.study.report.gallery import gallery
 from torch_locoprop.study.report.runs import Skipped, find, find_timings
 from torch_locoprop.study.training.run_folder import RunFolder
@@ -61,10 +62,12 @@ def written(runs: dict[str, RunFolder]) -> Path:
     top = runs["m0"].path.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load", lambda *_, **__: data())
-        tasks = gather.tasks(find([top])[0], find_timings([top]))
+        tasks = comparison.tasks(find([top])[0], find_timings([top]))
         galleries = [gallery(task, 4, None) for task in tasks]
     skipped = [Skipped(Path("broken"), "metrics.jsonl is empty")]
-    page.write(top / "report.html", page.page("Methods & <more>", tasks, galleries, skipped))
+    atomic_files.write(
+        top / "report.html", page.page("Methods & <more>", tasks, galleries, skipped)
+    )
     return top / "report.html"
 
 
@@ -234,9 +237,9 @@ def test_the_legend_hides_and_shows(shown: Any) -> None:
 def test_lines_of_one_colour_are_told_apart_by_their_swatches(shown: Any, tmp_path: Path) -> None:
     for index in range(14):
         made(tmp_path / f"{index}", [9.0, 2.0 + index], settings={"lr": 0.001 * (index + 1)})
-    tasks = gather.tasks(find([tmp_path])[0])
+    tasks = comparison.tasks(find([tmp_path])[0])
     text = page.page("One method", tasks, [gallery(task, 4, None) for task in tasks], [])
-    page.write(tmp_path / "report.html", text)
+    atomic_files.write(tmp_path / "report.html", text)
     shown.goto((tmp_path / "report.html").as_uri())
     shown.wait_for_selector("#plot .scatterlayer")
     look = (

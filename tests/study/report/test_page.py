@@ -14,11 +14,12 @@ import torch
 from matplotlib.image import imread
 from study.report.made import data, made
 
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
-from torch_locoprop.study.report import gather, page
+from torch_locoprop.study.report import comparison, page
+from torch_locoprop.study.report.comparison import Task
 from torch_locoprop.study.report.gallery import Gallery, gallery
-from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Skipped, find
 from torch_locoprop.study.training.run_folder import RunFolder
 
@@ -32,7 +33,7 @@ def _found_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tasks_in(folder: Path) -> list[Task]:
-    return gather.tasks(find([folder])[0])
+    return comparison.tasks(find([folder])[0])
 
 
 def page_of(folder: Path, title: str = "title") -> str:
@@ -187,7 +188,7 @@ def test_a_checkpoint_of_another_model_costs_one_row(tmp_path: Path) -> None:
     checkpoint = RunFolder(other.path).checkpoint()
     assert checkpoint
     files.write_checkpoint(checkpoint)
-    (entry,) = gallery(gather.tasks(find([files.path])[0])[0], 2, None).missing
+    (entry,) = gallery(comparison.tasks(find([files.path])[0])[0], 2, None).missing
     assert entry.startswith("adam: ")
 
 
@@ -211,14 +212,14 @@ def test_the_file_is_replaced_whole_or_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "new folder" / "report.html"
-    page.write(target, "first")
+    atomic_files.write(target, "first")
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left") as error:
-        page.write(target, "second")
+        atomic_files.write(target, "second")
     assert error.value.filename == str(target)
     assert target.read_text() == "first"
     assert [path.name for path in target.parent.iterdir()] == ["report.html"]

@@ -12,7 +12,8 @@ import tiny
 import torch
 
 from torch_locoprop.study.training.run_folder import RunFolder
-from torch_locoprop.study.training.runner import result_of, run
+from torch_locoprop.study.training.run_result import result_of
+from torch_locoprop.study.training.runner import run
 
 KILLS = 50
 LONGEST = 0.4

@@ -30,7 +30,8 @@ from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.machine import matmul_precision
 from torch_locoprop.study.training.population_run import method_of, train_together
 from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
-from torch_locoprop.study.training.runner import result_of, run
+from torch_locoprop.study.training.run_result import result_of
+from torch_locoprop.study.training.runner import run
 from torch_locoprop.training_step import TrainingStep
 
 DATA = tiny.data()

@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli import options, tables
 from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed, run_in
+from torch_locoprop.study.training.run_result import ranked
 
 
 def compare(
@@ -75,7 +76,7 @@ def compare(
         )
         for each in configs
     ]
-    results = display.ranked(results)
+    results = ranked(results)
     if as_json:
         typer.echo(json.dumps([result.to_dict() for result in results]))
     else:
@@ -86,4 +87,4 @@ def compare(
             f"{first.batch_size}, seed {first.seed}",
             highlight=False,
         )
-        console.print(display.ranking(results))
+        console.print(tables.ranking(results))

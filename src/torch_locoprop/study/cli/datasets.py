@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from torch_locoprop.config.settings import unknown
-from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli import options, tables
 from torch_locoprop.study.cli.shared import load
 from torch_locoprop.study.data import datasets
 
@@ -41,4 +41,4 @@ def datasets_command(
     if as_json:
         typer.echo(json.dumps([status._asdict() for status in statuses]))
     else:
-        Console().print(display.availability(statuses))
+        Console().print(tables.availability(statuses))

@@ -15,15 +15,15 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import display, options
-from torch_locoprop.study.cli.display import Watch
+from torch_locoprop.study.cli import options
 from torch_locoprop.study.cli.shared import INTERRUPTED, base_of
 from torch_locoprop.study.figures import catalog
-from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.figures.order import Made, Order
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.figures.request import FigureRequest, MadeFigure
+from torch_locoprop.study.figures.run_library import Place
+from torch_locoprop.study.training import progress
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import RunError
 
@@ -114,7 +114,7 @@ def figure(
         )
     folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
     scale = QUICK if quick else PROTOCOL
-    order = Order(
+    order = FigureRequest(
         scale=scale,
         images=Images(data_dir, scale.images),
         place=_place(device, precision, quick),
@@ -137,12 +137,12 @@ def figure(
         raise RunError(_nothing(order))
 
 
-def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], bool]:
+def _make(names: Sequence[str], order: FigureRequest, quiet: bool) -> tuple[list[MadeFigure], bool]:
     """The figures, and whether a run failed."""
     # matplotlib takes a while to import, and no other command needs it.
     from torch_locoprop.study.figures.cost_figure import make_costs
-    from torch_locoprop.study.figures.make import Maker
-    from torch_locoprop.study.figures.work import using_threads
+    from torch_locoprop.study.figures.loss_figures import Maker
+    from torch_locoprop.study.figures.run_jobs import using_threads
 
     console = Console(stderr=True, highlight=False, markup=False)
 
@@ -151,8 +151,8 @@ def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], 
             console.print(text, soft_wrap=True)
 
     @contextmanager
-    def watching(name: str, epochs: int) -> Iterator[Watch]:
-        with display.watching(console, name, epochs, quiet=quiet) as watch:
+    def watching(name: str, epochs: int) -> Iterator[progress.Watch]:
+        with progress.watching(console, name, epochs, quiet=quiet) as watch:
             yield watch
 
     maker = Maker(order, watching, say)
@@ -169,16 +169,16 @@ def _make(names: Sequence[str], order: Order, quiet: bool) -> tuple[list[Made], 
     return made, bool(maker.failures)
 
 
-def _matching(order: Order) -> Made:
-    from torch_locoprop.study.figures import matching, style
+def _matching(order: FigureRequest) -> MadeFigure:
+    from torch_locoprop.study.figures import matching_loss, style
 
     entry = catalog.entry_of("matching-loss")
     command = order.command_for(entry.name)
-    picture = matching.draw([f"Answers to the paper's {entry.paper}. Made by: {command}"])
-    return Made(entry.name, tuple(style.save(picture, order.out, entry.name)))
+    picture = matching_loss.draw([f"Answers to the paper's {entry.paper}. Made by: {command}"])
+    return MadeFigure(entry.name, tuple(style.save(picture, order.out, entry.name)))
 
 
-def _tell(made: Sequence[Made], as_json: bool) -> None:
+def _tell(made: Sequence[MadeFigure], as_json: bool) -> None:
     if as_json:
         fields = ("files", "runs", "missing")
         content = [
@@ -194,7 +194,7 @@ def _tell(made: Sequence[Made], as_json: bool) -> None:
             typer.echo(f"{each.name}: {', '.join(map(str, each.files))}")
 
 
-def _nothing(order: Order) -> str:
+def _nothing(order: FigureRequest) -> str:
     where = " or ".join(map(str, order.folders))
     advice = (
         " Leave out --only-existing to run what is missing, or name the folder of the runs with --runs."

@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.cli import options
-from torch_locoprop.study.report import gather, page
+from torch_locoprop.study.report import comparison, page
 from torch_locoprop.study.report.gallery import gallery
 from torch_locoprop.study.report.runs import Skipped, find, find_timings
 from torch_locoprop.study.training.run_folder import RunError
@@ -56,9 +57,9 @@ def report(
     runs, skipped = find(given)
     if not runs:
         raise RunError(_nothing(given, skipped))
-    tasks = gather.tasks(runs, find_timings(given))
+    tasks = comparison.tasks(runs, find_timings(given))
     galleries = [gallery(task, images, data_dir) for task in tasks]
-    page.write(out, page.page(title, tasks, galleries, skipped))
+    atomic_files.write(out, page.page(title, tasks, galleries, skipped))
     for folder, reason in skipped:
         typer.echo(f"{folder} is not shown: {reason}", err=True)
     for task, pictures in zip(tasks, galleries, strict=True):
@@ -80,7 +81,7 @@ def report(
         for task in tasks:
             alike = titles.count(task.title) > 1
             name = f"{task.title} · {task.details}" if alike else task.title
-            typer.echo(f"{name}: {gather.summary(task)}")
+            typer.echo(f"{name}: {comparison.summary(task)}")
         typer.echo(f"{len(runs)} {'run' if len(runs) == 1 else 'runs'} in {out}")
 
 

@@ -13,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from torch_locoprop.study.cli import display
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training import tensorboard
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.progress import watching
 from torch_locoprop.study.training.run_folder import Metrics, RunFolder
-from torch_locoprop.study.training.runner import RunResult, result_of, run
+from torch_locoprop.study.training.run_result import RunResult, result_of
+from torch_locoprop.study.training.runner import run
 
 INTERRUPTED = 130
 
@@ -108,7 +109,7 @@ def run_in(
     there = resume and RunFolder(folder).exists and result_of(folder).finished
     try:
         with (
-            display.watching(console, config.method, config.epochs, quiet=quiet) as watch,
+            watching(console, config.method, config.epochs, quiet=quiet) as watch,
             tensorboard.logging(logs, config, RunFolder(folder), data) as log,
         ):
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli import options
 from torch_locoprop.study.cli.shared import base_of, configuration, given_task, load, parsed, run_in
 from torch_locoprop.study.training.run_folder import RunFolder
 
@@ -78,4 +78,4 @@ def train(
     if as_json:
         typer.echo(json.dumps(result.to_dict()))
     else:
-        typer.echo(display.outcome(result))
+        typer.echo(result.summary)

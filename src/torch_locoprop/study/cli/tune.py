@@ -15,10 +15,11 @@ import typer
 from rich.console import Console
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import display, options
+from torch_locoprop.study.cli import options
 from torch_locoprop.study.cli.shared import INTERRUPTED, configuration, given_task, load, parsed
 from torch_locoprop.study.methods.search_space import Space, from_dict
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.progress import bar
 from torch_locoprop.study.training.run_folder import RunError
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.campaign import Status, TuningResult
@@ -176,7 +177,7 @@ def watching(console: Console, name: str, *, quiet: bool) -> Iterator[Callable[[
     if quiet:
         yield lambda status: None
     elif console.is_terminal:
-        with display.bar(console, name) as show:
+        with bar(console, name) as show:
             yield lambda status: show(status.finished, status.trials, _now(status))
     else:
         shown = -1

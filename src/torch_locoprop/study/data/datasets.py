@@ -1,6 +1,6 @@
 """The study's data sets by name: images of 28 x 28 pixels as rows of 784 numbers in [0, 1].
 
-    from torch_locoprop.study import datasets
+    from torch_locoprop.study.data import datasets
 
     images = datasets.load("mnist").train    # [60000, 784], float32
 

@@ -5,7 +5,6 @@ the next attempt asks only for the rest. The file gets its name in one atomic st
 """
 
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.client import HTTPException, HTTPResponse
@@ -14,8 +13,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
-if sys.platform != "win32":
-    import fcntl
+from torch_locoprop.study.atomic_files import lock
 
 Progress = Callable[[str, int, int | None], None]
 """Called with the file's name, the bytes that are here, and the bytes in all where known."""
@@ -130,10 +128,9 @@ def _reason(error: Exception) -> str:
 @contextmanager
 def _one_process_at_a_time(folder: Path) -> Iterator[None]:
     """Wait while another process downloads into the folder, where the system has such locks."""
-    with (folder / ".lock").open("a") as lock:
-        if sys.platform != "win32":
-            # A file system without locks refuses: then two downloads may spoil each other's part,
-            # which the check finds.
-            with suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX)
+    with (folder / ".lock").open("a") as file:
+        # On a file system without locks, two downloads may spoil each other's part. The check of the
+        # file detects it.
+        with suppress(OSError):
+            lock(file, wait=True)
         yield

@@ -17,7 +17,7 @@ from torch_locoprop.study.figures import style
 from torch_locoprop.study.methods import colour, label
 from torch_locoprop.study.models.autoencoder import entropy
 from torch_locoprop.study.training.run_folder import RunFolder
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 COLUMNS = 16
 """Test images shown, at most."""

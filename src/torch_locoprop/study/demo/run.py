@@ -12,12 +12,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torch_locoprop.study.cli import display
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.demo.figure import draw
 from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.runner import RunResult, run
+from torch_locoprop.study.training.progress import watching
+from torch_locoprop.study.training.run_result import RunResult, ranked
+from torch_locoprop.study.training.runner import run
 
 EPOCHS = 25
 IMAGES = 4000
@@ -86,7 +87,7 @@ def main(
         results = []
         for config in configs(epochs, seed):
             name = f"{label(config.method):<10}"
-            with display.watching(console, name, epochs, quiet=False) as watch:
+            with watching(console, name, epochs, quiet=False) as watch:
                 results.append(run(config, Path(folder, config.method), data=data, on_epoch=watch))
         console.print(_table(results))
         draw(out, results, data)
@@ -105,7 +106,7 @@ def configs(epochs: int, seed: int) -> list[RunConfig]:
 
 def _table(results: Sequence[RunResult]) -> Table:
     """Return the results, and when each method was as good as BackProp's best is in the end."""
-    rival = display.ranked([each for each in results if "gamma" not in each.config.settings])[0]
+    rival = ranked([each for each in results if "gamma" not in each.config.settings])[0]
     mark = rival.metrics[-1].train_loss
     table = Table("method")
     reaches = f"reaches {label(rival.config.method)}'s {mark:.1f}"

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
-from torch_locoprop.study.figures.gather import Found, where_made
 from torch_locoprop.study.figures.images import TITLES
+from torch_locoprop.study.figures.run_library import Found, where_made
 from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 
 def subtitle_of(figure: LossFigure) -> str:

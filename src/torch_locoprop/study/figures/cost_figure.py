@@ -6,9 +6,10 @@ import hashlib
 import json
 from typing import Any
 
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.figures import cost_table, costs, style
 from torch_locoprop.study.figures.catalog import entry_of
-from torch_locoprop.study.figures.order import Made, Order, Say
+from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
 from torch_locoprop.study.figures.timings import threads_told
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.machine import environment
@@ -17,7 +18,7 @@ from torch_locoprop.study.training.population_run import without_numbers
 NAME = "costs"
 
 
-def make_costs(order: Order, say: Say) -> Made:
+def make_costs(order: FigureRequest, say: Say) -> MadeFigure:
     """Write the table as PNG, PDF and Markdown."""
     configs = [_config(order, method) for method in costs.METHODS if method not in order.without]
     first = configs[0]
@@ -32,7 +33,7 @@ def make_costs(order: Order, say: Say) -> Made:
         table, about = (found or known)[0]
     elif order.only_existing:
         say(f"costs: {other or f'nothing was measured for it in {path}'}, so it is not drawn.")
-        return Made(NAME, (), (), ("all measurements (not made here)",))
+        return MadeFigure(NAME, (), (), ("all measurements (not made here)",))
     else:
         if other:
             say(f"costs: {other}. It stays as it is; what is measured now goes to {own}.")
@@ -49,11 +50,12 @@ def make_costs(order: Order, say: Say) -> Made:
     picture = cost_table.draw(table, entry.title, subtitle, notes)
     files = style.save(picture, order.out, NAME)
     text = cost_table.markdown(table, notes)
-    files.append(style.write(order.out / f"{NAME}.md", text.encode()))
-    return Made(NAME, tuple(files), text=text)
+    files.append(order.out / f"{NAME}.md")
+    atomic_files.write(files[-1], text)
+    return MadeFigure(NAME, tuple(files), text=text)
 
 
-def _config(order: Order, method: str) -> RunConfig:
+def _config(order: FigureRequest, method: str) -> RunConfig:
     return order.place.on(order.scale.series("standard", method).config)
 
 

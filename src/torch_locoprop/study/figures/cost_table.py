@@ -10,6 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.costs import BASELINE, Cost, row_of
 from torch_locoprop.study.methods import colour, label
@@ -96,7 +97,7 @@ def draw(costs: Sequence[Cost], title: str, subtitle: str, notes: Sequence[str])
 def store(path: Path, costs: Sequence[Cost], about: dict[str, Any]) -> None:
     """Write the measurements and what they are of."""
     content = {**about, "costs": [asdict(cost) for cost in costs]}
-    style.write(path, (json.dumps(content, indent=1) + "\n").encode())
+    atomic_files.write(path, json.dumps(content, indent=1) + "\n")
 
 
 def stored(path: Path) -> tuple[list[Cost], dict[str, Any]] | None:

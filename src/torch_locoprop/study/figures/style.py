@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
-from torch_locoprop.study.data.safe_files import replace
+from torch_locoprop.study import atomic_files
 from torch_locoprop.study.methods import colour
 
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
@@ -70,12 +70,6 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         # Without the date, the same figure has the same bytes.
         metadata = {"CreationDate": None} if kind == "pdf" else None
         figure.savefig(content, format=kind, dpi=DPI, metadata=metadata)
-        paths.append(write(folder / f"{name}.{kind}", content.getvalue()))
+        paths.append(folder / f"{name}.{kind}")
+        atomic_files.write(paths[-1], content.getvalue())
     return paths
-
-
-def write(path: Path, content: bytes) -> Path:
-    """Put a file in its place in one step, with its folder, and return its path."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, lambda file: file.write(content))
-    return path

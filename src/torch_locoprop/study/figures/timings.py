@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch_locoprop.study.figures.gather import Found, Library, environment_key
+from torch_locoprop.study.figures.run_library import Found, Library, environment_key
 from torch_locoprop.study.training.config import RunConfig
 
 LEAST = 2

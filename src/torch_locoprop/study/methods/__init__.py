@@ -4,6 +4,7 @@ A file of this package holds one family of methods and registers a record for ea
 is imported here, so a new method is a new file and nothing else. A script can also register a method
 of its own:
 
+    import torch
     from torch_locoprop.study import methods
 
     def build(model, settings):

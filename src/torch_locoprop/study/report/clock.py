@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from torch_locoprop.study.figures.gather import Found, Place, timing_key
+from torch_locoprop.study.figures.run_library import Found, Place, timing_key
 from torch_locoprop.study.figures.timings import Clock, of_one_machine
 from torch_locoprop.study.report.runs import Run
 from torch_locoprop.study.report.series import Series
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 
 def clock_of(series: Iterable[Series], timings: Sequence[Run]) -> Clock:

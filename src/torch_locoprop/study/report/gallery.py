@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
 from torch_locoprop.study.models import architectures
-from torch_locoprop.study.report.gather import Task
+from torch_locoprop.study.report.comparison import Task
 from torch_locoprop.study.report.runs import Run
 from torch_locoprop.study.report.series import Series
 from torch_locoprop.study.training.run_folder import RunError, RunFolder

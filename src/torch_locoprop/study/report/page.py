@@ -15,14 +15,12 @@ import math
 import re
 from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from torch_locoprop import __version__
-from torch_locoprop.study.data.safe_files import replace
-from torch_locoprop.study.report import gather
+from torch_locoprop.study.report import comparison
+from torch_locoprop.study.report.comparison import Task
 from torch_locoprop.study.report.gallery import Gallery
-from torch_locoprop.study.report.gather import Task
 from torch_locoprop.study.report.runs import Run, Skipped
 from torch_locoprop.study.report.series import LOSSES, Number, Series, Spread
 
@@ -63,12 +61,6 @@ def page(
         "script": scripts[1],
     }
     return re.sub(r"{{(\w+)}}", lambda match: parts[match[1]], _file("template.html"))
-
-
-def write(path: Path, text: str) -> None:
-    """Put the page in its place, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace(path, lambda file: file.write(text.encode()))
 
 
 def ranking(task: Task) -> list[dict[str, Any]]:
@@ -115,16 +107,16 @@ def _task(task: Task) -> dict[str, Any]:
         "title": task.title,
         "details": task.details,
         "about": task.about,
-        "summary": gather.summary(task),
-        "cautions": gather.cautions(task),
+        "summary": comparison.summary(task),
+        "cautions": comparison.cautions(task),
         "clock": {
             "alone": bool(task.clock.seconds),
-            "told": gather.clock_told(task),
-            "warning": bool(gather.clock_notes(task)) and not task.clock.seconds,
+            "told": comparison.clock_told(task),
+            "warning": bool(comparison.clock_notes(task)) and not task.clock.seconds,
         },
         "same": task.same,
         "varied": task.varied,
-        "view": {loss: gather.view(task, loss) for loss in LOSSES},
+        "view": {loss: comparison.view(task, loss) for loss in LOSSES},
         "environments": environments,
         "series": [{**row, **more} for row, more in zip(ranking(task), curves, strict=True)],
     }

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunError, RunFolder
-from torch_locoprop.study.training.runner import RunResult
+from torch_locoprop.study.training.run_result import RunResult
 
 FINISHED, UNFINISHED, DIVERGED = "finished", "unfinished", "diverged"
 

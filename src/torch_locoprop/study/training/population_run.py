@@ -1,6 +1,7 @@
 """Runs that differ in nothing but numbers, trained together as one population.
 
-    from torch_locoprop.study.population_run import train_together
+    from torch_locoprop.study.training.config import RunConfig
+    from torch_locoprop.study.training.population_run import train_together
 
     metrics = train_together([RunConfig("adam", {"lr": lr}) for lr in (1e-4, 1e-3, 1e-2)])
 

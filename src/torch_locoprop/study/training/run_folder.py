@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_locoprop.study.data.safe_files import lock, replace
+from torch_locoprop.study.atomic_files import lock, replace, write
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import RunConfig
 
@@ -143,8 +143,7 @@ class RunFolder:
 
     def begin(self, description: Mapping[str, Any]) -> None:
         """Write `config.json`."""
-        text = json.dumps(description, indent=2) + "\n"
-        replace(self.path / "config.json", lambda file: file.write(text.encode()))
+        write(self.path / "config.json", json.dumps(description, indent=2) + "\n")
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Replace the checkpoint."""
@@ -157,8 +156,8 @@ class RunFolder:
 
     def write_metrics(self, metrics: Sequence[Metrics]) -> None:
         """Replace the metrics."""
-        text = "".join(json.dumps(row.to_dict()) + "\n" for row in metrics)
-        replace(self.path / "metrics.jsonl", lambda file: file.write(text.encode()))
+        lines = (json.dumps(row.to_dict()) + "\n" for row in metrics)
+        write(self.path / "metrics.jsonl", "".join(lines))
 
     @contextmanager
     def locked(self) -> Iterator[None]:

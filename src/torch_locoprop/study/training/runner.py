@@ -1,6 +1,7 @@
 """One training run, from its configuration to a folder of results, interrupted at will.
 
-    from torch_locoprop.study.runner import RunConfig, run
+    from torch_locoprop.study.training.config import RunConfig
+    from torch_locoprop.study.training.runner import run
 
     result = run(RunConfig("locoprop-m", epochs=10), "runs/first")
 
@@ -17,7 +18,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,8 @@ from torch_locoprop.study.training.machine import (
     own_randomness,
 )
 from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.run_result import RunResult, result_of
 from torch_locoprop.training_step import TrainingStep
-
-__all__ = ["Metrics", "RunConfig", "RunError", "RunFolder", "RunResult", "result_of", "run"]
 
 ROWS = 10_000
 """Images evaluated at a time."""
@@ -53,50 +53,6 @@ DIVERGED = 10.0
 
 CHECKPOINT_SECONDS = 10.0
 """Checkpoints are at least so far apart, except the last: this much work a kill may cost."""
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """A run and what came of it so far."""
-
-    folder: Path
-    config: RunConfig
-    metrics: tuple[Metrics, ...]
-
-    @property
-    def diverged(self) -> bool:
-        """Whether the run ended early because its loss grew instead of falling."""
-        return bool(self.metrics) and self.metrics[-1].diverged
-
-    @property
-    def finished(self) -> bool:
-        """Whether nothing is left to do."""
-        return len(self.metrics) == self.config.epochs + 1 or self.diverged
-
-    @property
-    def origin(self) -> str:
-        """Where the method's settings come from."""
-        method = methods.get(self.config.method)
-        return method.source if self.config.settings == method.settings else "given"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the run and its last epoch as JSON knows them."""
-        last = self.metrics[-1].to_dict() if self.metrics else {}
-        files = RunFolder(self.folder)
-        return {
-            "folder": str(self.folder),
-            "finished": self.finished,
-            **last,
-            "settings_from": self.origin,
-            "config": self.config.to_dict(),
-            "data": files.description()["data"] if files.exists else None,
-        }
-
-
-def result_of(folder: Path | str) -> RunResult:
-    """Return what is in the folder of a run, finished or not."""
-    files = RunFolder(Path(folder))
-    return RunResult(files.path, files.config(), files.metrics())
 
 
 def run(

@@ -1,6 +1,8 @@
 """The search for a method's settings.
 
-    from torch_locoprop.study import methods, spaces, tuning
+    from torch_locoprop.study import methods, tuning
+    from torch_locoprop.study.training.config import RunConfig
+    from torch_locoprop.study.tuning import spaces
 
     base = RunConfig("adam", epochs=20)
     space = spaces.of(methods.get("adam"))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.study.data.safe_files import lock, replace
+from torch_locoprop.study.atomic_files import lock, write
 from torch_locoprop.study.training.run_folder import RunError
 
 
@@ -75,15 +75,16 @@ class TuningFolder:
             if self.exists:
                 self._check_same(description)
             else:
-                self._write("tuning.json", json.dumps(description, indent=1) + "\n")
+                write(self.path / "tuning.json", json.dumps(description, indent=1) + "\n")
 
     def write_results(
         self, trials: Iterable[Mapping[str, Any]], best: Mapping[str, Any] | None
     ) -> None:
         """Replace the list of trials and the best configuration."""
-        self._write("trials.jsonl", "".join(json.dumps(trial) + "\n" for trial in trials))
+        lines = (json.dumps(trial) + "\n" for trial in trials)
+        write(self.path / "trials.jsonl", "".join(lines))
         if best is not None:
-            self._write("best.json", json.dumps(best, indent=1) + "\n")
+            write(self.path / "best.json", json.dumps(best, indent=1) + "\n")
 
     @contextmanager
     def worker(self) -> Iterator[str]:
@@ -112,9 +113,6 @@ class TuningFolder:
 
     def _worker(self, name: str) -> Path:
         return self.path / "workers" / name
-
-    def _write(self, name: str, text: str) -> None:
-        replace(self.path / name, lambda file: file.write(text.encode()))
 
     def _check_same(self, description: Mapping[str, Any]) -> None:
         there, here = _flat(self.description()), _flat(description)

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_locoprop.study.figures.catalog import Scale
-from torch_locoprop.study.figures.gather import Place
 from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.figures.run_library import Place
 from torch_locoprop.study.training.config import RunConfig
 
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Order:
+class FigureRequest:
     """What was asked for; `command` is how to ask again, with NAME for the figure's."""
 
     scale: Scale
@@ -38,7 +38,7 @@ class Order:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadeFigure:
     """A figure's files, the runs in it, and what is not in it, with the reason."""
 
     name: str

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import display
-from torch_locoprop.study.figures import catalog, curves, style, timings, work
+from torch_locoprop.study.figures import catalog, loss_plot, run_jobs, style, timings
 from torch_locoprop.study.figures.captions import footer_of, subtitle_of
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
-from torch_locoprop.study.figures.gather import Found, Library, environment_key
 from torch_locoprop.study.figures.missing import Missing
-from torch_locoprop.study.figures.order import Made, Order, Say
+from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
+from torch_locoprop.study.figures.run_library import Found, Library, environment_key
 from torch_locoprop.study.figures.tuned import is_used, with_tuned
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.machine import environment
@@ -23,8 +22,8 @@ from torch_locoprop.study.training.machine import environment
 class Maker:
     """The figures of one order and what is known of their runs."""
 
-    order: Order
-    watching: work.Watching
+    order: FigureRequest
+    watching: run_jobs.Watching
     say: Say
     reasons: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -32,7 +31,7 @@ class Maker:
     def __post_init__(self) -> None:
         self.library = Library(self.order.folders, self.order.images, self.order.place)
 
-    def loss_figures(self, names: Sequence[str]) -> list[Made]:
+    def loss_figures(self, names: Sequence[str]) -> list[MadeFigure]:
         """Make these figures of losses; all runs come first, then all timings."""
         scale, added = self.order.scale, self.order.added
         figures = [self._asked(catalog.loss_figure(name, scale, added)) for name in names]
@@ -71,9 +70,9 @@ class Maker:
         self.say(f"{len(jobs)} runs are missing; they go to {self.order.folders[0]}.")
         if self.order.jobs > 1:
             done, threads = self._counting(len(jobs)), self.order.scale.threads
-            work.together(jobs, self.order.images, self.order.jobs, done, threads)
+            run_jobs.together(jobs, self.order.images, self.order.jobs, done, threads)
         else:
-            work.one_by_one(jobs, self.order.images, self.watching, self._done)
+            run_jobs.one_by_one(jobs, self.order.images, self.watching, self._done)
 
     def _time(self, configs: Sequence[RunConfig]) -> None:
         """Time what has not been timed on this machine, unless some machine has timed it all."""
@@ -89,11 +88,11 @@ class Maker:
         ]
         self.say(f"{len(missing)} methods are timed, each alone; leave the machine to them.")
         jobs = self._jobs(missing, timing=True)
-        work.one_by_one(jobs, self.order.images, self.watching, self._done)
+        run_jobs.one_by_one(jobs, self.order.images, self.watching, self._done)
 
-    def _jobs(self, configs: Sequence[RunConfig], *, timing: bool = False) -> list[work.Job]:
+    def _jobs(self, configs: Sequence[RunConfig], *, timing: bool = False) -> list[run_jobs.Job]:
         """What can be run of these; of the rest, the reason why not is noted."""
-        jobs: dict[str, work.Job] = {}
+        jobs: dict[str, run_jobs.Job] = {}
         for config in configs:
             reason = self._absent(config) if self.order.only_existing else self._unavailable(config)
             if reason:
@@ -105,26 +104,26 @@ class Maker:
                 else self.library.folder_for(config)
             )
             name = f"{'timing ' if timing else ''}{config.dataset} {config.model} {config.method}"
-            jobs.setdefault(_key(config), work.Job(self.order.place.on(config), folder, name))
+            jobs.setdefault(_key(config), run_jobs.Job(self.order.place.on(config), folder, name))
         return list(jobs.values())
 
-    def _done(self, outcome: work.Outcome) -> None:
+    def _done(self, outcome: run_jobs.Outcome) -> None:
         self.library.add(outcome.job.folder)
         if outcome.result is None:
             self.reasons[_key(outcome.job.config)] = f"failed: {outcome.failure}"
             self.failures.append(f"{outcome.job.name} failed: {outcome.failure}")
             self.say(self.failures[-1])
 
-    def _counting(self, total: int) -> work.Done:
+    def _counting(self, total: int) -> run_jobs.Done:
         """As each job ends, say how many have."""
         ended = 0
 
-        def done(outcome: work.Outcome) -> None:
+        def done(outcome: run_jobs.Outcome) -> None:
             nonlocal ended
             ended += 1
             self._done(outcome)
             if outcome.result is not None:
-                self.say(f"{ended} of {total} runs: {display.outcome(outcome.result)}")
+                self.say(f"{ended} of {total} runs: {outcome.result.summary}")
 
         return done
 
@@ -138,9 +137,9 @@ class Maker:
 
     # Pictures ---------------------------------------------------------------------------------
 
-    def _draw(self, figure: LossFigure) -> Made:
+    def _draw(self, figure: LossFigure) -> MadeFigure:
         name, machine = figure.entry.name, ""
-        lines: list[list[curves.Drawn]] = []
+        lines: list[list[loss_plot.Drawn]] = []
         missing = Missing()
         for panel in figure.panels:
             clock = self._clock(panel) if panel.by == "seconds" else None
@@ -152,16 +151,16 @@ class Maker:
         used = {run.result.folder: run for drawn in lines for line in drawn for run in line.runs}
         if not used:
             self.say(f"{name}: none of its runs is there, so it is not drawn.")
-            return Made(name, (), (), absent)
+            return MadeFigure(name, (), (), absent)
         runs = list(used.values())
         footer = footer_of(figure, runs, machine, absent, self.order.command_for(name))
-        picture = curves.draw(figure, lines, subtitle_of(figure), footer)
+        picture = loss_plot.draw(figure, lines, subtitle_of(figure), footer)
         files = style.save(picture, self.order.out, name)
-        return Made(name, tuple(files), tuple(used), absent)
+        return MadeFigure(name, tuple(files), tuple(used), absent)
 
     def _lines(
         self, panel: Panel, clock: timings.Clock | None, missing: Missing
-    ) -> list[curves.Drawn]:
+    ) -> list[loss_plot.Drawn]:
         """The lines of a panel; what is missing is noted."""
         drawn = []
         for position, series in enumerate(panel.series):
@@ -177,7 +176,7 @@ class Maker:
             elif clock and seconds is None:
                 missing.note(panel.task, series.label, "not timed")
             if runs:
-                drawn.append(curves.Drawn(series, runs, seconds))
+                drawn.append(loss_plot.Drawn(series, runs, seconds))
         return drawn
 
     def _clock(self, panel: Panel) -> timings.Clock:

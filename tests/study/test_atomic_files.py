@@ -10,7 +10,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from torch_locoprop.study.data.safe_files import replace
+from torch_locoprop.study.atomic_files import replace
 
 LARGE = {"weights": torch.zeros(100_000)}
 

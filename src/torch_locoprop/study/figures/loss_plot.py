@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.catalog import Loss, LossFigure, Panel, Series
-from torch_locoprop.study.figures.gather import Found
+from torch_locoprop.study.figures.run_library import Found
 
 COLUMNS = 3
 """Panels beside each other, at most."""

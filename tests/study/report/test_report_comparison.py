@@ -11,8 +11,8 @@ from study.report.made import MACHINE, made
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.cli.shared import TASK, configuration, parsed
-from torch_locoprop.study.report import gather, page
-from torch_locoprop.study.report.gather import Task
+from torch_locoprop.study.report import comparison, page
+from torch_locoprop.study.report.comparison import Task
 from torch_locoprop.study.report.runs import find, find_timings, read
 from torch_locoprop.study.report.series import LOSSES
 
@@ -25,7 +25,7 @@ ROW = (
 def tasks_in(folder: Path) -> list[Task]:
     runs, skipped = find([folder])
     assert not skipped
-    return gather.tasks(runs)
+    return comparison.tasks(runs)
 
 
 def test_runs_are_found_at_any_depth_and_once(tmp_path: Path) -> None:
@@ -215,42 +215,42 @@ def test_only_what_finished_has_a_place(tmp_path: Path) -> None:
     kfac = task.series[2]
     assert kfac.last(LOSSES["train"]) == (4.0, 4.0, 4.0, 1)
     assert kfac.curve(LOSSES["train"])[1] == (7.0, 7.0, 7.0, 1)
-    assert gather.cautions(task) == ["1 of 5 runs unfinished.", "2 of 5 runs diverged."]
+    assert comparison.cautions(task) == ["1 of 5 runs unfinished.", "2 of 5 runs diverged."]
 
 
 def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0])
     made(tmp_path / "b", [9.0, 5.0], "sgd")
     (task,) = tasks_in(tmp_path)
-    assert gather.summary(task) == (
+    assert comparison.summary(task) == (
         "adam has the lowest train loss after 1 epoch: 4.00, 20.0 % below sgd (5.00). "
         "It is also the best on test images: 5.00."
     )
-    assert gather.cautions(task) == ["The best two have one seed each."]
+    assert comparison.cautions(task) == ["The best two have one seed each."]
     made(tmp_path / "c", [9.0, 6.0], seed=1)
     (task,) = tasks_in(tmp_path)
-    assert gather.cautions(task) == ["The difference is within the range of the seeds."]
+    assert comparison.cautions(task) == ["The difference is within the range of the seeds."]
     made(tmp_path / "d", [9.0, 100.0], seed=2)
     (task,) = tasks_in(tmp_path)
-    assert "Seeds of adam end far apart: 4.00 to 100.00." in gather.cautions(task)
+    assert "Seeds of adam end far apart: 4.00 to 100.00." in comparison.cautions(task)
 
 
 def test_a_tie_is_called_that(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0])
     made(tmp_path / "b", [9.0, 4.0], "sgd")
     (task,) = tasks_in(tmp_path)
-    assert "4.00, level with sgd (4.00)." in gather.summary(task)
+    assert "4.00, level with sgd (4.00)." in comparison.summary(task)
 
 
 def test_a_summary_without_a_winner(tmp_path: Path) -> None:
     made(tmp_path / "wild", [9.0, 99.0], epochs=2, diverged=True)
-    assert gather.summary(tasks_in(tmp_path)[0]) == "Every run diverged."
-    assert gather.view(tasks_in(tmp_path)[0], "train") is None
+    assert comparison.summary(tasks_in(tmp_path)[0]) == "Every run diverged."
+    assert comparison.view(tasks_in(tmp_path)[0], "train") is None
     made(tmp_path / "half", [9.0, 1.0], "sgd", epochs=2)
-    assert gather.summary(tasks_in(tmp_path)[0]) == "No run has finished yet."
+    assert comparison.summary(tasks_in(tmp_path)[0]) == "No run has finished yet."
     made(tmp_path / "done", [9.0, 5.0, 3.0], "kfac")
     expected = "kfac ends at a train loss of 3.00 after 2 epochs."
-    assert gather.summary(tasks_in(tmp_path)[0]) == expected
+    assert comparison.summary(tasks_in(tmp_path)[0]) == expected
 
 
 def test_hyper_parameters_are_the_same_for_all_or_varied(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_the_view_shows_the_differences_at_the_end(tmp_path: Path) -> None:
     made(tmp_path / "d", [*falling, 200.0], "kfac")
     made(tmp_path / "e", [500.0, 1e9], "muon", epochs=5, diverged=True)
     (task,) = tasks_in(tmp_path)
-    view = gather.view(task, "train")
+    view = comparison.view(task, "train")
     assert view is not None
     low, high = view
     assert low < 50.0
@@ -283,12 +283,12 @@ def test_the_view_shows_the_differences_at_the_end(tmp_path: Path) -> None:
 def test_seconds_on_different_machines_are_marked(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0])
     made(tmp_path / "b", [9.0, 5.0], "sgd", environment={**MACHINE, "python": "3.12"})
-    assert gather.clock_notes(tasks_in(tmp_path)[0]) == []
+    assert comparison.clock_notes(tasks_in(tmp_path)[0]) == []
     made(tmp_path / "c", [9.0, 5.0], "kfac", environment={**MACHINE, "machine": "m2"})
-    assert gather.clock_notes(tasks_in(tmp_path)[0]) == ["machine: m1, m2"]
+    assert comparison.clock_notes(tasks_in(tmp_path)[0]) == ["machine: m1, m2"]
     made(tmp_path / "d", [9.0, 5.0], "muon", fields={"precision": "tf32"})
     notes = ["machine: m1, m2", "precision: fp32, tf32"]
-    assert gather.clock_notes(tasks_in(tmp_path)[0]) == notes
+    assert comparison.clock_notes(tasks_in(tmp_path)[0]) == notes
 
 
 TIMED = [9.0, 8.0, 7.0, 6.0]  # three epochs
@@ -310,11 +310,11 @@ def test_seconds_come_from_runs_that_were_alone(tmp_path: Path) -> None:
     made(alone / "relu", TIMED, "sgd", seconds=9.0, transfer="relu")
     rows = [replace(row, seconds=row.seconds + 50 * (row.epoch > 0)) for row in files.metrics()]
     files.write_metrics(rows)  # the first epoch, which does not count, took longer
-    (task,) = gather.tasks(find([tmp_path])[0], find_timings([tmp_path]))
+    (task,) = comparison.tasks(find([tmp_path])[0], find_timings([tmp_path]))
     found = {series.method: task.alone(series) for series in task.series}
     rates = {"adam": pytest.approx(0.25), "rmsprop": pytest.approx(2.0)}
     assert found == {**dict.fromkeys(("sgd", "mine", "locoprop-s")), **rates}
-    assert gather.clock_told(task) == (
+    assert comparison.clock_told(task) == (
         "Seconds of training, from short runs that had the machine to themselves: m1, 1 thread. "
         "Trained in another precision: rmsprop. Not timed so: sgd, mine, locoprop-s. They are not "
         "drawn by seconds; in the ranking they have those of their own runs, which may have shared "
@@ -332,9 +332,9 @@ def test_timings_of_other_images_are_not_taken(tmp_path: Path) -> None:
     description["data"]["fingerprint"] = "another"
     files.begin(description)
     made(tmp_path / "timings" / "b", TIMED, "sgd").path.joinpath("config.json").write_text("{")
-    (task,) = gather.tasks(find([tmp_path])[0], find_timings([tmp_path]))
+    (task,) = comparison.tasks(find([tmp_path])[0], find_timings([tmp_path]))
     assert not task.clock.seconds
-    assert gather.clock_told(task).startswith("Seconds of training alone.")
+    assert comparison.clock_told(task).startswith("Seconds of training alone.")
     assert [run.folder.name for run in find_timings([tmp_path / "timings"])] == ["a"]
 
 
