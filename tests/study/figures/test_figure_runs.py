@@ -16,7 +16,8 @@ from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.missing import Missing
 from torch_locoprop.study.figures.run_library import Library, Place, where_made
 from torch_locoprop.study.training import runner
-from torch_locoprop.study.training.run_folder import RunError, RunFolder
+from torch_locoprop.study.training.description import RunError
+from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.run_result import result_of
 
 

@@ -27,9 +27,10 @@ from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training import runner, schedules
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.machine import matmul_precision
 from torch_locoprop.study.training.population_run import method_of, train_together
-from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import result_of
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.training_step import TrainingStep

@@ -19,7 +19,8 @@ from torch import nn
 from torch_locoprop import baselines
 from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.run_folder import RunError, RunFolder
+from torch_locoprop.study.training.description import RunError
+from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.campaign import Status, TuningResult

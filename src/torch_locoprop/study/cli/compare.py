@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_locoprop.study import methods
 from torch_locoprop.study.cli import options, tables
 from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed, run_in
 from torch_locoprop.study.training.run_result import ranked
@@ -61,7 +60,7 @@ def compare(
         own = parsed(text.removeprefix(f"{name}.") for text in settings or [] if is_for(name, text))
         configs.append(configuration({**task, "method": name, "settings": own}))
     for each in configs:  # the last one's mistake should not cost the hours of the others
-        methods.get(each.method).check({**each.settings, "weight_decay": each.weight_decay})
+        each.check_settings()
     data = load(configs[0].dataset, data_dir, quiet)
     results = [
         run_in(

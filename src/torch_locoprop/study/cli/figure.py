@@ -16,7 +16,8 @@ from rich.table import Table
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.cli import options
-from torch_locoprop.study.cli.shared import INTERRUPTED, base_of
+from torch_locoprop.study.cli.main import INTERRUPTED
+from torch_locoprop.study.cli.shared import base_of
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.protocol import PROTOCOL
@@ -25,7 +26,7 @@ from torch_locoprop.study.figures.request import FigureRequest, MadeFigure
 from torch_locoprop.study.figures.run_library import Place
 from torch_locoprop.study.training import progress
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.run_folder import RunError
+from torch_locoprop.study.training.description import RunError
 
 ALL = "all"
 

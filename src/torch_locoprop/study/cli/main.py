@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
         from torch_locoprop.study.cli.app import app
         from torch_locoprop.study.data.datasets import DatasetError
-        from torch_locoprop.study.training.run_folder import RunError
+        from torch_locoprop.study.training.description import RunError
     except ImportError as error:
         _fail(_needed(error))
     except KeyboardInterrupt:

@@ -13,7 +13,7 @@ from torch_locoprop.study.cli import options
 from torch_locoprop.study.report import comparison, page
 from torch_locoprop.study.report.gallery import gallery
 from torch_locoprop.study.report.runs import Skipped, find, find_timings
-from torch_locoprop.study.training.run_folder import RunError
+from torch_locoprop.study.training.description import RunError
 
 
 def report(

@@ -13,6 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
+from torch_locoprop.study.cli.main import INTERRUPTED
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training import tensorboard
@@ -21,8 +22,6 @@ from torch_locoprop.study.training.progress import watching
 from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult, result_of
 from torch_locoprop.study.training.runner import run
-
-INTERRUPTED = 130
 
 TASK = (
     *("dataset", "model", "transfer", "epochs", "batch_size", "warmup_epochs"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import shlex
@@ -16,15 +15,15 @@ from rich.console import Console
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.cli import options
-from torch_locoprop.study.cli.shared import INTERRUPTED, configuration, given_task, load, parsed
+from torch_locoprop.study.cli.main import INTERRUPTED
+from torch_locoprop.study.cli.shared import configuration, given_task, load, parsed
 from torch_locoprop.study.methods.search_space import Space, from_dict
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.progress import bar
-from torch_locoprop.study.training.run_folder import RunError
 from torch_locoprop.study.tuning import campaign, spaces
-from torch_locoprop.study.tuning.campaign import Status, TuningResult
 from torch_locoprop.study.tuning.folder import TuningFolder
-from torch_locoprop.study.tuning.results import best_of
+from torch_locoprop.study.tuning.results import Status, TuningResult, best_of
 
 
 def tune(
@@ -124,12 +123,6 @@ def tune(
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
         console.print(f"Interrupted. Go on with: {shlex.join(words)}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise
-        raise RunError(
-            f"{error.filename}: {error.strerror}. Make room, then give the same command again."
-        ) from error
     typer.echo(json.dumps(result.to_dict()) if as_json else _outcome(result))
     if result.best is None:
         raise RunError(

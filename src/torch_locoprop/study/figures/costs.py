@@ -17,7 +17,6 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures.memory import peak_bytes
@@ -78,7 +77,7 @@ def memory_formula(method: str, layers: Layers, b: int) -> float:
     return sum(row.numbers(d1, d2, b) for d1, d2 in layers)
 
 
-def computation_formula(method: str, layers: Layers, b: int, T: int = 10) -> float:
+def computation_formula(method: str, layers: Layers, b: int, T: int) -> float:
     """Return how many multiply-adds a step takes beyond BackProp, by the paper's Table 1."""
     row, k = row_of(method), int(method.partition("@")[2] or 1)
     return sum(row.operations(d1, d2, b, T, k) for d1, d2 in layers)
@@ -105,19 +104,14 @@ def _prepare(config: RunConfig) -> tuple[nn.Sequential, Tensor]:
     pixels = architectures.sizes_of(config.model)[0]
     numbers = torch.Generator().manual_seed(config.seed)
     images = torch.rand(config.batch_size, pixels, generator=numbers).to(config.device)
-    return architectures.build(config.model, config.transfer, config.seed).to(config.device), images
-
-
-def _optimizer(config: RunConfig, model: nn.Module) -> Optimizer:
-    settings = {**config.settings, "weight_decay": config.weight_decay}
-    return methods.get(config.method).build(model, settings)
+    return config.build_model().to(config.device), images
 
 
 def _step_ms(config: RunConfig) -> float:
     """The median over periods of the preconditioner, after a warm-up that builds all state."""
     every = int(config.settings.get("every", 1))
     model, images = _prepare(config)
-    optimizer = _optimizer(config, model)
+    optimizer = config.build_optimizer(model)
     step = TrainingStep(model, reconstruction_loss, optimizer)
     warm_up = methods.get(config.method).first_steps or WARM_UP
     for _ in range(math.ceil(warm_up / every) * every):
@@ -141,7 +135,7 @@ def _peak_mib(config: RunConfig) -> float:
     model, images = _prepare(config)
 
     def work() -> None:
-        optimizer = _optimizer(config, model)
+        optimizer = config.build_optimizer(model)
         for _ in range(STEPS_FOR_MEMORY):
             reconstruction_loss(model(images), images).backward()  # type: ignore[no-untyped-call]
             optimizer.step()

@@ -19,14 +19,15 @@ TARGETS = (-2.0, -0.5, 0.5, 2.0)
 
 SHADES = ("#7fb2d8", "#2f7fbf", "#e0883a", "#b3431b")
 AREA = "#0b5fa5"
+POINTS = 400
 
 A, A_HAT = -0.6, 1.3
 """The target and the activation between which the area is drawn."""
 
 
-def area(transfer: Transfer, a: float, a_hat: float, points: int = 400) -> tuple[Tensor, Tensor]:
+def area(transfer: Transfer, a: float, a_hat: float) -> tuple[Tensor, Tensor]:
     """Return z from a to â, and f(z) − f(a), whose integral over z is the matching loss (Eq. 1)."""
-    z = torch.linspace(a, a_hat, points, dtype=torch.float64)
+    z = torch.linspace(a, a_hat, POINTS, dtype=torch.float64)
     return z, transfer.f(z) - transfer.f(z[:1])
 
 
@@ -50,7 +51,7 @@ def draw(footer: Sequence[str]) -> Figure:
 
 
 def _area(axes: Axes, transfer: Transfer) -> None:
-    z = torch.linspace(-2.4, 2.4, 400, dtype=torch.float64)
+    z = torch.linspace(-2.4, 2.4, POINTS, dtype=torch.float64)
     axes.plot(z, transfer.f(z), color=style.INK, lw=1.9)
     between, height = area(transfer, A, A_HAT)
     base = float(transfer.f(between[:1]))

@@ -16,7 +16,8 @@ import torch
 
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.run_folder import Metrics, RunError
+from torch_locoprop.study.training.description import RunError
+from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.run_result import RunResult
 from torch_locoprop.study.training.runner import run
 

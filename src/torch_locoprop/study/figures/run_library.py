@@ -16,8 +16,9 @@ from typing import Any
 
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.population_run import without_numbers
-from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult
 
 

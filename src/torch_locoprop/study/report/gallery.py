@@ -19,7 +19,8 @@ from torch_locoprop.study.models import architectures
 from torch_locoprop.study.report.comparison import Task
 from torch_locoprop.study.report.runs import Run
 from torch_locoprop.study.report.series import Series
-from torch_locoprop.study.training.run_folder import RunError, RunFolder
+from torch_locoprop.study.training.description import RunError
+from torch_locoprop.study.training.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

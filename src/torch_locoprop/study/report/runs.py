@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.description import RunError
+from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult
 
 FINISHED, UNFINISHED, DIVERGED = "finished", "unfinished", "diverged"

@@ -7,9 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
 
 from torch_locoprop.config.settings import check_number, unknown
 from torch_locoprop.study import methods
@@ -98,8 +102,37 @@ class RunConfig:
 
     @property
     def local_products(self) -> str:
-        """The optimizer's setting of that name."""
+        """LocoProp's setting ``local_products`` for this precision."""
         return "bf16" if self.precision == "bf16" else "full"
+
+    def build_model(self) -> nn.Sequential:
+        """Return the untrained model on the CPU."""
+        return architectures.build(self.model, self.transfer, self.seed)
+
+    def build_optimizer(self, model: nn.Module) -> Optimizer:
+        """Return the optimizer of the method with all settings."""
+        optimizer = methods.get(self.method).build(model, self._with_weight_decay)
+        for group in optimizer.param_groups:
+            if "local_products" in group:
+                group["local_products"] = self.local_products
+        return optimizer
+
+    def check_settings(self) -> None:
+        """Raise if the method refuses a setting or lacks a package, before any work is done."""
+        methods.get(self.method).check(self._with_weight_decay)
+
+    def rate(self, images: int) -> schedules.Rate:
+        """Return the learning-rate schedule for so many training images."""
+        return schedules.rate(
+            self.schedule,
+            epochs=self.epochs,
+            warmup_epochs=self.warmup_epochs,
+            steps=math.ceil(images / self.batch_size),
+        )
+
+    @property
+    def _with_weight_decay(self) -> dict[str, Any]:
+        return {**self.settings, "weight_decay": self.weight_decay}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as JSON knows them."""

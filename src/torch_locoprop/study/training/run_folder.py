@@ -23,8 +23,13 @@ import torch
 from torch import nn
 
 from torch_locoprop.study.atomic_files import lock, replace, write
-from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import (
+    RunError,
+    differences,
+    differing,
+    read_description,
+)
 
 # What torch.load raises, by the way in which a file is broken.
 _UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, TypeError)
@@ -32,10 +37,6 @@ _UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError
 
 TIMINGS = "timings"
 """The subfolder for runs that were alone on the machine: only their seconds count, not their losses."""
-
-
-class RunError(RuntimeError):
-    """A folder that does not fit the run; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -85,17 +86,8 @@ class RunFolder:
 
     def description(self) -> dict[str, Any]:
         """Return what `config.json` says: `config`, `data` and `environment`."""
-        path = self.path / "config.json"
-        try:
-            content = json.loads(path.read_text())
-            if "config" not in content or "data" not in content:
-                raise ValueError("config or data is missing")
-            for name in ("config", "data"):
-                if not isinstance(content[name], dict):
-                    raise ValueError(f"{name} is {content[name]!r}, not an object")
-        except (ValueError, TypeError) as error:
-            raise RunError(f"{path} is not the description of a run ({error}).") from error
-        return dict(content)
+        needed = dict.fromkeys(("config", "data"), dict)
+        return read_description(self.path / "config.json", "run", needed)
 
     def config(self) -> RunConfig:
         """Return the configuration of the run that is here."""
@@ -136,8 +128,7 @@ class RunFolder:
         checkpoint = self.checkpoint()
         if checkpoint is None:
             raise RunError(f"{self.path} has no checkpoint yet.")
-        config = self.config()
-        model = architectures.build(config.model, config.transfer, config.seed)
+        model = self.config().build_model()
         model.load_state_dict(checkpoint.model)
         return model
 
@@ -174,14 +165,12 @@ class RunFolder:
     def check_same(self, description: Mapping[str, Any]) -> None:
         """Raise, naming the differences, unless the run that is here has this config and data."""
         there, here = (_flat(each) for each in (self.description(), description))
-        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        names = differing(there, here)
         if names:
-            differences = ", ".join(
-                f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names
-            )
             images = all(name.startswith("data ") for name in names)
             advice = "Give its images with --data-dir, or choose" if images else "Choose"
-            raise RunError(f"{self.path} has another run: {differences}. {advice} another folder.")
+            told = differences(there, here, names)
+            raise RunError(f"{self.path} has another run: {told}. {advice} another folder.")
 
     def other_environment(self, description: Mapping[str, Any]) -> str:
         """Say in what the run that is here was made elsewhere; nothing if in nothing."""

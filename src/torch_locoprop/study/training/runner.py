@@ -25,15 +25,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Generator, Tensor, nn
-from torch.optim import Optimizer
 
-from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
-from torch_locoprop.study.training import schedules
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.machine import (
     environment,
     forget_peak,
@@ -41,7 +39,7 @@ from torch_locoprop.study.training.machine import (
     memory_mib,
     own_randomness,
 )
-from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunError, RunFolder
+from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult, result_of
 from torch_locoprop.training_step import TrainingStep
 
@@ -130,19 +128,10 @@ class _Training:
         self.config = config
         self.device = torch.device(config.device)
         self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
-        self.model = architectures.build(config.model, config.transfer, config.seed).to(self.device)
-        settings = {**config.settings, "weight_decay": config.weight_decay}
-        self.optimizer: Optimizer = methods.get(config.method).build(self.model, settings)
-        for group in self.optimizer.param_groups:
-            if "local_products" in group:
-                group["local_products"] = config.local_products
+        self.model = config.build_model().to(self.device)
+        self.optimizer = config.build_optimizer(self.model)
         self.peak_rates = [float(group["lr"]) for group in self.optimizer.param_groups]
-        self.rate = schedules.rate(
-            config.schedule,
-            epochs=config.epochs,
-            warmup_epochs=config.warmup_epochs,
-            steps=math.ceil(len(self.train) / config.batch_size),
-        )
+        self.rate = config.rate(len(self.train))
         self.step = TrainingStep(self.model, reconstruction_loss, self.optimizer)
         self.metrics: list[Metrics] = []
         forget_peak(self.device)

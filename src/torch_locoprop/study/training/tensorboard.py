@@ -7,7 +7,6 @@ finished: what an interrupted run had logged beyond its checkpoint is not there 
 from __future__ import annotations
 
 import json
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.training import schedules
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 
@@ -78,12 +76,7 @@ class _Log:
 
     def __init__(self, folder: Path, config: RunConfig, files: RunFolder, images: int) -> None:
         self.folder, self.config, self.files = folder, config, files
-        self.rate = schedules.rate(
-            config.schedule,
-            epochs=config.epochs,
-            warmup_epochs=config.warmup_epochs,
-            steps=math.ceil(images / config.batch_size),
-        )
+        self.rate = config.rate(images)
         self.began = time.time()
         self.writer: Any = None
 

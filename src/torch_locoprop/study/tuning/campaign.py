@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from torch_locoprop.config.settings import unknown
-from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.methods.search_space import Space
@@ -30,8 +29,6 @@ from torch_locoprop.study.training.machine import environment
 from torch_locoprop.study.training.runner import check_data
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.results import Status, TuningResult
-
-__all__ = ["SAMPLERS", "Status", "TuningResult", "description", "tune"]
 
 SAMPLERS = ("tpe", "gp")
 
@@ -101,8 +98,6 @@ def description(base: RunConfig, space: Space, sampler: str, data: Dataset) -> d
 
 def _check_space(base: RunConfig, space: Space) -> None:
     """Make an optimizer at every end of the space: what it refuses, it refuses before any trial."""
-    method = methods.get(base.method)
     for name, domain in space.items():
         for value in domain.ends:
-            settings = replace(base, settings={**base.settings, name: value}).settings
-            method.check({**settings, "weight_decay": base.weight_decay})
+            replace(base, settings={**base.settings, name: value}).check_settings()

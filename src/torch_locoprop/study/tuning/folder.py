@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from torch_locoprop.study.atomic_files import lock, write
-from torch_locoprop.study.training.run_folder import RunError
+from torch_locoprop.study.training.description import (
+    RunError,
+    differences,
+    differing,
+    read_description,
+)
 
 
 @dataclass(frozen=True)
@@ -44,20 +49,8 @@ class TuningFolder:
 
     def description(self) -> dict[str, Any]:
         """Return what `tuning.json` says."""
-        path = self.path / "tuning.json"
-        try:
-            content = dict(json.loads(path.read_text()))
-            missing = [
-                name for name in ("config", "space", "sampler", "data") if name not in content
-            ]
-            if missing:
-                raise ValueError(f"{missing[0]} is missing")
-            for name in ("config", "space", "data"):
-                if not isinstance(content[name], dict):
-                    raise ValueError(f"{name} is {content[name]!r}, not an object")
-        except (ValueError, TypeError) as error:
-            raise RunError(f"{path} is not the description of a search ({error}).") from error
-        return content
+        needed = {"config": dict, "space": dict, "sampler": object, "data": dict}
+        return read_description(self.path / "tuning.json", "search", needed)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -116,13 +109,11 @@ class TuningFolder:
 
     def _check_same(self, description: Mapping[str, Any]) -> None:
         there, here = _flat(self.description()), _flat(description)
-        names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
+        names = differing(there, here)
         if names:
-            differences = ", ".join(
-                f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names
-            )
+            told = differences(there, here, names)
             raise RunError(
-                f"{self.path} has another search: {differences}. Choose another folder (--out)."
+                f"{self.path} has another search: {told}. Choose another folder (--out)."
             )
 
 

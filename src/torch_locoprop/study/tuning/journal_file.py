@@ -17,7 +17,7 @@ from typing import IO, Any
 from optuna.storages.journal import BaseJournalBackend
 
 from torch_locoprop.study.atomic_files import lock
-from torch_locoprop.study.training.run_folder import RunError
+from torch_locoprop.study.training.description import RunError
 
 
 class JournalFile(BaseJournalBackend):

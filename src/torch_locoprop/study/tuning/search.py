@@ -18,8 +18,9 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.population_run import method_of, train_together, without_numbers
-from torch_locoprop.study.training.run_folder import Metrics, RunError, RunFolder
+from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.journal import Journal
