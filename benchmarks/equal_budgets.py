@@ -51,9 +51,9 @@ from benchmarks.equal_budgets_trials import (
 )
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.machine import environment
 from torch_locoprop.study.training import population_run
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import environment
 from torch_locoprop.study.training.run_folder import Metrics
 
 METHODS = (

@@ -25,8 +25,8 @@ from benchmarks.growth_figure import METHODS
 from benchmarks.options import add_options
 from benchmarks.step_table import display, write
 from torch_locoprop.study.figures import costs
+from torch_locoprop.study.machine import environment
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import environment
 
 
 @dataclass(frozen=True)

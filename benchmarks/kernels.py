@@ -33,8 +33,8 @@ from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.targets import MirrorDescent
 from torch_locoprop.paper.transfers import Tanh
 from torch_locoprop.solvers.base import Numbers
+from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.training.config import PRECISIONS
-from torch_locoprop.study.training.machine import environment, matmul_precision
 
 LAUNCHES, ROUNDS = 10, 5
 NUMBERS = Numbers(1e-9, 0.9, 0.99, 1e-5)

@@ -23,15 +23,15 @@ from torch import Generator, Tensor, nn
 from benchmarks.matrix_updates import UPDATES, Passes, Tensors
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.models import architectures
-from torch_locoprop.study.training import schedules
-from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import (
+from torch_locoprop.study.machine import (
     forget_peak,
     matmul_precision,
     memory_mib,
     own_randomness,
 )
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training import schedules
+from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population_run import transfers_of
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed

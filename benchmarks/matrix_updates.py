@@ -17,7 +17,7 @@ from torch import Tensor
 from benchmarks.factorisations import eigenbasis, in_threads, inverse, inverse_fourth_root, q
 from torch_locoprop.baselines.kfac import EARLY, damped_factors
 from torch_locoprop.paper.fisher import damped, second_moment
-from torch_locoprop.study.training.machine import matmul_precision
+from torch_locoprop.study.machine import matmul_precision
 
 Tensors = dict[str, Tensor]
 

@@ -31,8 +31,8 @@ from benchmarks.options import add_options
 from benchmarks.steps import graphed
 from torch_locoprop.fast.triton import availability, matrix_products
 from torch_locoprop.fast.triton.matrix_products import Parts
+from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.training.config import PRECISIONS
-from torch_locoprop.study.training.machine import environment, matmul_precision
 
 REPLAYS, ROUNDS = 30, 3
 

@@ -19,9 +19,9 @@ from benchmarks import step_table, work
 from benchmarks.clock import milliseconds
 from benchmarks.contestants import Task
 from benchmarks.options import add_options
+from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import PRECISIONS, RunConfig
-from torch_locoprop.study.training.machine import environment, matmul_precision
 from torch_locoprop.study.training.population import GraphedPopulation, Population
 from torch_locoprop.study.training.population_run import method_of, numbers_of, transfers_of
 

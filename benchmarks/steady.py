@@ -25,9 +25,9 @@ from benchmarks.options import add_options
 from benchmarks.step_table import display, table, write
 from torch_locoprop.study import methods
 from torch_locoprop.study.data.curves import curves
+from torch_locoprop.study.machine import environment
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
-from torch_locoprop.study.training.machine import environment
 
 MODEL, BATCH, BATCHES = "784-250-100-20", 200, 4
 METHODS = ("locoprop-m", "locoprop-s")

@@ -33,8 +33,8 @@ from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, 
 from benchmarks.options import add_options
 from torch_locoprop.fast.cuda_graph import EAGER_STEPS
 from torch_locoprop.study.figures.memory import peak_bytes
+from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
-from torch_locoprop.study.training.machine import environment, matmul_precision
 from torch_locoprop.training_step import TrainingStep
 
 # Steps at the start of a turn on a GPU that are not timed: the other methods have changed which memory

@@ -24,8 +24,8 @@ from benchmarks.contestants import Task, get
 from benchmarks.options import add_options
 from benchmarks.steps import graphed
 from torch_locoprop.study.figures import style
+from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.training.config import PRECISIONS
-from torch_locoprop.study.training.machine import environment, matmul_precision
 
 PAUSE = 20.0  # a time without kernels of more microseconds is a pause of the profiler
 

@@ -27,8 +27,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from training import Record, Run, Settings, Task, finished, perform, shown, write
 
-from torch_locoprop.study import atomic_files
-from torch_locoprop.study.training import machine
+from torch_locoprop.study import atomic_files, machine
 
 SEARCH_SEED = 100  # differs from the seeds in the table
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from training import Record, Run, Task, Training
 
-from torch_locoprop.study.training import machine
+from torch_locoprop.study import machine
 
 # The closed form factorises XᵀX every 20 steps, so a turn contains one factorisation. On a GPU, no CUDA
 # graph is recorded any more after ten of them.

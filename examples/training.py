@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from torch_locoprop.study import atomic_files
-from torch_locoprop.study.training import machine
+from torch_locoprop.study import atomic_files, machine
 
 Settings = Mapping[str, Any]
 Record = dict[str, Any]

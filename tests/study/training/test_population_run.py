@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import tiny
 import torch
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population_run import method_of, train_together
 from torch_locoprop.study.training.run_folder import Metrics
@@ -149,3 +151,16 @@ def test_members_differ_in_numbers_only(other: dict[str, Any]) -> None:
         train_together([tiny.config(), tiny.config(**other)], DATA)
     with pytest.raises(ValueError, match="0 configurations"):
         train_together([], DATA)
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_a_record_says_that_a_method_is_a_population() -> None:
+    adam = methods.get("adam")
+    methods.register(replace(adam, name="mine"))
+    methods.register(replace(adam, name="alone", population=None))
+    numbers = [{"lr": 1e-3}, {"lr": 1e-2}]
+    mine = train_together(configs("mine", numbers), DATA)
+    others = train_together(configs("adam", numbers), DATA)
+    for row, other in zip(mine, others, strict=True):
+        assert [each.train_loss for each in row] == [each.train_loss for each in other]
+    assert method_of(tiny.config("alone")) is None

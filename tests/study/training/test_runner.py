@@ -23,12 +23,12 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.solvers.first_order import RmsProp
 from torch_locoprop.study import methods
 from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training import runner, schedules
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.description import RunError
-from torch_locoprop.study.training.machine import matmul_precision
 from torch_locoprop.study.training.population_run import method_of, train_together
 from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import result_of

@@ -11,8 +11,8 @@ from torch_locoprop.study.figures import cost_table, costs, style
 from torch_locoprop.study.figures.catalog import entry_of
 from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
 from torch_locoprop.study.figures.timings import threads_told
+from torch_locoprop.study.machine import environment
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import environment
 from torch_locoprop.study.training.population_run import without_numbers
 
 NAME = "costs"

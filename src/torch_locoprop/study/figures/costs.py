@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures.memory import peak_bytes
+from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.methods import StepCost
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import matmul_precision
 from torch_locoprop.training_step import TrainingStep
 
 Layers = Sequence[tuple[int, int]]

@@ -14,8 +14,8 @@ from torch_locoprop.study.figures.missing import Missing
 from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
 from torch_locoprop.study.figures.run_library import Found, Library, environment_key
 from torch_locoprop.study.figures.tuned import is_used, with_tuned
+from torch_locoprop.study.machine import environment
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import environment
 
 
 @dataclass

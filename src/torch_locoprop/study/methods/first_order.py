@@ -12,6 +12,15 @@ from torch_locoprop.study.methods.record import TUNED, UNTUNED, Method, register
 from torch_locoprop.study.methods.search_space import Span
 from torch_locoprop.study.methods.step_cost import ADAPTIVE, StepCost
 
+_ONE_ITERATION = {
+    "variant": "locoprop-s",
+    "local_steps": 1,
+    "local_decay": "constant",
+    "local_reduction": "sum",
+    "regularizer": None,
+}
+"""Every first-order method is one local iteration of a BackProp variant, with γ = 1."""
+
 _NOTHING = StepCost(
     memory="–",
     computation="–",
@@ -33,6 +42,7 @@ def _register(
             lambda model, settings: optimizer(model.parameters(), **settings),
             settings,
             source,
+            population={**_ONE_ITERATION, "solver": name},
             **fields,
         )
     )

@@ -44,6 +44,7 @@ def _register(name: str, source: str, own: dict[str, Any], **fields: Any) -> Non
             _build(name),
             {**_SETTINGS, **own},
             source,
+            population={"variant": name},
             **fields,
         )
     )

@@ -53,6 +53,10 @@ class Method:
             (``search_space.SHARED``).
         packages: Optional packages that ``build`` imports.
         install: The command that installs ``packages``.
+        population: The method as a local problem, so that many settings can be trained together as
+            one batched model: ``variant``, and of ``solver``, ``local_steps``, ``local_decay``,
+            ``local_reduction`` and ``regularizer`` those that are not settings of the method. None
+            if the method is no local problem.
         cost: Its row of the paper's Table 1, if it has one.
         first_steps: How many first steps of a run cost more than later ones.
         compared: Draw the method in all figures that compare methods, beside those of the paper.
@@ -67,6 +71,7 @@ class Method:
     space: Space = field(default_factory=dict)
     packages: tuple[str, ...] = ()
     install: str = ""
+    population: Settings | None = None
     cost: StepCost | None = None
     first_steps: int = 0
     compared: bool = False

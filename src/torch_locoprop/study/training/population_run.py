@@ -24,23 +24,20 @@ from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.transfers import Linear, Sigmoid, Transfer
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, FirstOrder
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.models import architectures
-from torch_locoprop.study.training import schedules
-from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import (
+from torch_locoprop.study.machine import (
     forget_peak,
     matmul_precision,
     memory_mib,
     own_randomness,
 )
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population import NUMBERS, GraphedPopulation, Method, Population
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
-
-FIRST_ORDER = tuple(name for name, solver in SOLVERS.items() if isinstance(solver, FirstOrder))
-"""The first-order methods. Each is a single local iteration with γ = 1, of any BackProp variant."""
 
 Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
 """From the members' new lines of the metrics to the members that are to end here."""
@@ -48,22 +45,21 @@ Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
 
 def method_of(config: RunConfig) -> Method | None:
     """Return what members like this one share, or None if they cannot be trained together."""
-    settings = config.settings
-    if config.method in FIRST_ORDER:
-        return Method(VARIANTS["locoprop-s"], SOLVERS[config.method], 1, "constant")
-    if config.method not in VARIANTS:
+    population = methods.get(config.method).population
+    if population is None:
         return None
-    solver = SOLVERS.get(settings["solver"])
-    regularizer = REGULARIZERS.get(settings["regularizer"] or "none")
+    problem = {**population, **config.settings}
+    solver = SOLVERS.get(problem["solver"])
+    regularizer = REGULARIZERS.get(problem["regularizer"] or "none")
     if not isinstance(solver, FirstOrder) or regularizer is None:
         return None
     return Method(
-        VARIANTS[config.method],
+        VARIANTS[problem["variant"]],
         solver,
-        settings["local_steps"],
-        settings["local_decay"],
+        problem["local_steps"],
+        problem["local_decay"],
         regularizer,
-        settings["local_reduction"],
+        problem["local_reduction"],
         config.local_products,
     )
 
@@ -112,18 +108,13 @@ class _Training:
         self.config = config = configs[0]
         self.device = torch.device(config.device)
         self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
-        model = architectures.build(config.model, config.transfer, config.seed).to(self.device)
+        model = config.build_model().to(self.device)
         population = Population(
             [model] * len(configs), transfers_of(config), method, [numbers_of(c) for c in configs]
         )
         self.steps = GraphedPopulation(population, self.train, config.batch_size)
         self.members = list(range(len(configs)))  # that still train, in the population's order
-        self.rate = schedules.rate(
-            config.schedule,
-            epochs=config.epochs,
-            warmup_epochs=config.warmup_epochs,
-            steps=math.ceil(len(self.train) / config.batch_size),
-        )
+        self.rate = config.rate(len(self.train))
         self.metrics: list[list[Metrics]] = [[] for _ in configs]
         self.epochs = 0
         forget_peak(self.device)
@@ -183,9 +174,13 @@ class _Training:
         return [self.steps.population.losses(images) for images in (self.train, self.test)]
 
     def _broken(self) -> Tensor:
-        """Whose weights alone would not be finite: the plain methods have no step that is skipped."""
+        """Return a positive number for members whose weights would not be finite in a run alone.
+
+        LocoProp skips a step that is not finite; methods without local iterations take it.
+        """
         skipped = self.steps.population.skipped.double()
-        return skipped if self.config.method in FIRST_ORDER else torch.zeros_like(skipped)
+        skips = "local_steps" in self.config.settings
+        return torch.zeros_like(skipped) if skips else skipped
 
 
 def transfers_of(config: RunConfig) -> tuple[Transfer, ...]:

@@ -28,17 +28,17 @@ from torch import Generator, Tensor, nn
 
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.models import architectures
-from torch_locoprop.study.models.autoencoder import reconstruction_loss
-from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.description import RunError
-from torch_locoprop.study.training.machine import (
+from torch_locoprop.study.machine import (
     environment,
     forget_peak,
     matmul_precision,
     memory_mib,
     own_randomness,
 )
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult, result_of
 from torch_locoprop.training_step import TrainingStep

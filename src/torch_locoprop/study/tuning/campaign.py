@@ -23,9 +23,9 @@ from typing import Any
 from torch_locoprop.config.settings import unknown
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
+from torch_locoprop.study.machine import environment
 from torch_locoprop.study.methods.search_space import Space
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.machine import environment
 from torch_locoprop.study.training.runner import check_data
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.results import Status, TuningResult

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from torch_locoprop.study.training import machine
+from torch_locoprop.study import machine
 
 GPU = torch.device("cuda")
 
