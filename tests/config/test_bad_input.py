@@ -118,7 +118,7 @@ def test_parameters_instead_of_a_model() -> None:
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (nn.Bilinear(2, 3, 4), "Bilinear"),
+        (nn.GRUCell(2, 3), "GRUCell"),
         (nn.Sequential(nn.LayerNorm(3), nn.Embedding(3, 3)), "LayerNorm"),
         (nn.ReLU(), "It has no parameters"),
     ],

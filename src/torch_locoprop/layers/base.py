@@ -22,6 +22,9 @@ class LayerKind(Protocol):
 
     In a local problem the weight is a matrix ``[d, n]``, whatever its shape in the module. Groups of a
     convolution are a leading dimension of everything: weight ``[G, d/G, n]``, rows ``[G, rows, d/G]``.
+
+    A kind whose module does not have the d outputs as the first dimension of its weight also has an
+    attribute ``d``.
     """
 
     @property
@@ -36,7 +39,11 @@ class LayerKind(Protocol):
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names of the tensors that the module's ``forward`` takes."""
+        """The names of the tensors that the module's ``forward`` takes, in its order.
+
+        Of several tensors a copy is recorded, joined along the last dimension: they have their
+        features last and agree in all other dimensions.
+        """
         ...
 
     @property

@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.layers.base import own_forward, serves, unusual_tensors
-from torch_locoprop.paper.linear_map import Dense
+from torch_locoprop.paper.linear_map import Dense, LinearMap
 
 UNCALLED = "nn.MultiheadAttention does not call its projections"
 
 
 class LinearLayer:
-    """The adapter of ``nn.Linear``; its inputs are kept as rows."""
+    """The adapter of ``nn.Linear``, and the base of kinds whose tensors have their features last."""
 
     kind = "Linear"
     features = -1
     arguments: tuple[str, ...] = ("input",)
-    linear_map = Dense()
+    linear_map: LinearMap = Dense()
 
     def refuses(self, module: nn.Module) -> str | None:
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
