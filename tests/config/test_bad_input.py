@@ -58,7 +58,7 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"param_groups": [{"params": nn.Linear(2, 2).parameters()}]}, "not the model's"),
     ({"param_groups": [{"lr": 1.0}]}, "A parameter group has no 'params'"),
     ({"variant": "LocoProp-M"}, "Did you mean 'locoprop-m'"),
-    ({"layers": []}, "layers= names no layer"),
+    ({"layers": []}, "layers= is empty"),
 ]
 
 
@@ -124,7 +124,7 @@ def test_parameters_instead_of_a_model() -> None:
     ],
 )
 def test_a_model_with_nothing_to_serve(model: nn.Module, reason: str) -> None:
-    with pytest.raises(ValueError, match=f"no layer that LocoProp can serve.*{reason}"):
+    with pytest.raises(ValueError, match=f"no layer with a local problem.*{reason}"):
         LocoProp(model)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.transfers import get
 from torch_locoprop.paper.variants import VARIANTS
-from torch_locoprop.recording.transfer_assignment import decide
+from torch_locoprop.recording.transfer_assignment import assign_transfer
 from torch_locoprop.stepping.method import effective_variant
 
 SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
@@ -71,7 +71,7 @@ def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activat
         layer.use_of_rows = None  # and its rows
     cross_entropy(model(x), y).backward()
     for layer in opt._layers:
-        decide(layer, get("sigmoid"), None)
+        assign_transfer(layer, get("sigmoid"), None)
         chosen, _ = effective_variant(VARIANTS[variant], layer)
         weight, bias = layer.tensors["weight"], layer.tensors["bias"]
         rows = layer.inputs()

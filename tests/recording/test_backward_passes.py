@@ -113,7 +113,7 @@ def test_inputs_are_let_go_with_the_step_even_while_the_loss_is_kept(retain: boo
     loss = cross_entropy(model(X), Y)
     loss.backward(retain_graph=retain)
     storage = opt._layers[1].calls[0].x.untyped_storage()
-    cells = list(opt._hooks._cells)
+    cells = list(opt._hooks._pending_calls)
     assert all((cell.call is not None) == retain for cell in cells)
     opt.step()
     assert all(cell.call is None for cell in cells)

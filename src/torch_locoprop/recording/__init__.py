@@ -1,1 +1,1 @@
-"""What forward and backward passes leave behind for a step."""
+"""Hooks that record what forward and backward passes leave for a step, and where transfers are."""

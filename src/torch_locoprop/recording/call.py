@@ -1,4 +1,7 @@
-"""One call of a layer, as a backward pass has recorded it."""
+"""One forward call of a layer: what is recorded of it, and what waits for its backward pass.
+
+Which calls belong to the next step is decided in ``layer_record.py``.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,23 @@ from torch_locoprop.recording.transfer_detection import Mark
 
 @dataclass(eq=False)
 class CompiledGraph:
-    """One graph that ``torch.compile`` made."""
+    """One graph that ``torch.compile`` made, and what was found in it while it was traced."""
 
-    complete: bool = False  # what it returns was searched for transfers
-    whole: bool = False  # what it returns is what the model returns
+    outputs_searched: bool = False  # its outputs were searched for transfers
+    returns_model_output: bool = False  # its outputs are what the model returns
     layers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # called in it
     leaves: set[int] = field(default_factory=set)  # ids of leaves used outside of layers
     weights: weakref.WeakKeyDictionary[nn.Module, int] = field(  # ids of the layers' weights
         default_factory=weakref.WeakKeyDictionary
     )
 
-    def uses(self, module: nn.Module) -> bool:
-        """Return True if the weight of a layer is used outside of its forward."""
+    def uses_weight_elsewhere(self, module: nn.Module) -> bool:
+        """Return True if an operation outside of the layer's forward uses the layer's weight."""
         return self.weights.get(module) in self.leaves
 
 
 class CompiledCall(NamedTuple):
-    """Which call of a layer in which compiled graph."""
+    """Identifies one call of a layer in a compiled graph."""
 
     mark: Mark
     graph: CompiledGraph
@@ -46,17 +49,17 @@ class Call(NamedTuple):
     x: Tensor
     mark: Mark  # of the call's node in the autograd graph
     shape: torch.Size  # of the output
-    g: Tensor | None = None  # ∂L/∂a, if needed, or for v where v was not recorded
+    g: Tensor | None = None  # ∂L/∂a, if needed, or to compute v where v was not recorded
     v: Tensor | None = None  # ∂L/∂y, if needed and a transfer is in the autograd graph
-    behind: Transfer | None = None  # the transfer behind which v was recorded
+    v_transfer: Transfer | None = None  # the transfer whose output v belongs to
     sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, if needed
-    traced: bool = True  # the autograd graph around the call was searched
-    recomputed: bool = False  # the call was made inside a backward pass
+    searched: bool = True  # the autograd graph around the call was searched for transfers
+    recomputed: bool = False  # the call was made inside a backward pass (checkpointing)
     compiled: CompiledCall | None = None
-    beyond: Mark | None = None  # of the compiled graph itself, if what follows it was searched
+    graph_mark: Mark | None = None  # of the compiled graph's own autograd node, if it was searched
     kept: Tensor | None = None  # indices of the samples that were kept, if not all
     gram: Gram | None = None  # XᵀX in place of x, if the step needs no more
-    version: int | None = None  # of x in the forward pass, if others may write to it
+    version: int | None = None  # of x in the forward pass, if other code may write to x
     a: Tensor | None = None  # the output, if it was kept
     a_version: int = 0  # of the output in the forward pass
 
@@ -68,34 +71,57 @@ class Call(NamedTuple):
 
     @property
     def output(self) -> Tensor | None:
-        """What the layer returned, if it was kept and was not written to since."""
+        """The output of the layer; None if it was not kept or was written to since."""
         return self.a if self.a is not None and self.a._version == self.a_version else None
 
-    def thinned(self, kind: LayerKind, samples: Tensor) -> Call:
-        """Return the call with some of its samples only."""
+    def subsampled(self, kind: LayerKind, samples: Tensor) -> Call:
+        """Return the call with the given samples only.
+
+        Args:
+            kind: the kind of the layer.
+            samples: indices of the samples to keep.
+        """
         recorded = {"x": self.x, "g": self.g, "v": self.v, "sampled": self.sampled}
         parts: dict[str, Any] = {
             name: kind.take(t, samples) for name, t in recorded.items() if t is not None
         }
         return self._replace(kept=samples, version=None, a=None, **parts)
 
-    def copied(self) -> Call:
-        """Return the call with an input of its own, which nobody else can write to."""
+    def with_own_input(self) -> Call:
+        """Return the call with a copy of its input, which no other code can write to."""
         return self if self.version is None else self._replace(x=self.x.clone(), version=None)
 
     @property
     def identity(self) -> tuple[int, CompiledCall | None]:
-        """Equal for two backward passes through one forward call, as long as one is held."""
+        """A key of the forward call: equal for all backward passes through it while one is held."""
         return id(self.mark), self.compiled
 
-    def with_more(self, other: Call) -> Call:
-        """Return the call after another backward pass through it: gradients add up, rows do not."""
-        v = _sum(self.v, other.v) if self.behind == other.behind else None
+    def with_gradients_of(self, other: Call) -> Call:
+        """Return the call with the gradients of another backward pass through it added."""
+        v = _sum(self.v, other.v) if self.v_transfer == other.v_transfer else None
         return self._replace(g=_sum(self.g, other.g), v=v)
 
-    def times(self, factor: Tensor) -> Call:
+    def scaled(self, factor: Tensor) -> Call:
         """Return the call with its gradients multiplied by a factor."""
         return self._replace(g=_product(self.g, factor), v=_product(self.v, factor))
+
+
+class PendingCall:
+    """A call that no backward pass has reached yet, held by a hook on its autograd node.
+
+    The autograd graph owns it. It is released after the last backward pass through the graph, or
+    after the step, whichever comes first.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        self.sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model
+        self.recorded = False  # a backward pass has reached the call
+
+    def release(self) -> None:
+        """Drop the tensors of a call that was recorded; the autograd graph may live on."""
+        if self.recorded:
+            self.call = self.sampled = None
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
@@ -103,5 +129,5 @@ def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 
 def _product(rows: Tensor | None, factor: Tensor) -> Tensor | None:
-    """Multiply in the rows' dtype, or in the factor's for a scaled-up gradient in half precision."""
+    """Multiply in the wider dtype of rows and factor: scaled gradients overflow in half precision."""
     return None if rows is None else rows.to(torch.promote_types(rows.dtype, factor.dtype)) * factor

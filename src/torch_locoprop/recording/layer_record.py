@@ -1,12 +1,11 @@
-"""The record of a layer with a local problem: which layer it is, and what its calls left behind.
+"""The record of one layer: what it is, what the next step needs of it, and its recorded calls.
 
-How calls get here is the business of ``hooks.py``, what is kept of their rows that of
+The hooks that make the record are in ``hooks.py``. How the rows of a call are reduced is in
 ``row_reduction.py``.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,58 +20,65 @@ from torch_locoprop.layers import LayerKind
 from torch_locoprop.paper.gram import RowUse
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import row_reduction, transfer_detection
+from torch_locoprop.recording.backward_pass import at_end
 from torch_locoprop.recording.call import Call
+from torch_locoprop.recording.gradient_changes import GradientChanges
 from torch_locoprop.recording.transfer_detection import Finding
 
 _NAMES = ("weight", "bias")
 
-Orders = dict[tuple[int, int, torch.device], Tensor]  # by seed, number and device
+# Random orders of samples, by seed, number of samples and device.
+Orders = dict[tuple[int, int, torch.device], Tensor]
+# Returns what the step needs of a layer's rows, given the names of the tensors that it moves.
 UseOfRows = Callable[["LayerRecord", Collection[str]], RowUse | None]
 
 
 @dataclass(eq=False)
 class LayerRecord:
-    """A layer with a local problem: its module, kind and transfer, and its recorded calls."""
+    """The record of a layer that has a local problem.
+
+    Args:
+        name: the name of the module in the model.
+        module: the layer.
+        kind: what this kind of module means for the mathematics.
+        given: the parameters of the module that the optimizer trains.
+    """
 
     name: str
     module: nn.Module
     kind: LayerKind
-    given: list[nn.Parameter]  # those of its parameters that the optimizer trains
-    # What is known of the layer's place in the model.
+    given: list[nn.Parameter]
+    # The layer's place in the model.
     transfer: Transfer | None = None
-    explicit: bool = False  # the transfer, or that there is none, was given by the user
-    decided: bool = False  # transfer and place were read from the recorded calls
+    explicit: bool = False  # the user gave the transfer, or said that there is none
+    decided: bool = False  # transfer and is_output were read from the recorded calls
     note: str = ""  # why there is no transfer
     obstacle: str = ""  # why the layer takes BackProp steps
-    is_output: bool = False
-    compiled: bool = False  # its calls are inside compiled graphs
-    # What the next step needs, see stepping/requirements.py.
+    is_output: bool = False  # the model ends in this layer, or in its transfer
+    compiled: bool = False  # the layer is called inside compiled graphs
+    # What the next step needs, set by stepping/requirements.py.
     needs: frozenset[str] = frozenset()  # what to record besides the input: "g", "v", "fisher"
-    max_rows: int | None = None  # rows to keep of each call
-    row_seed: int = 0  # seed of the draw of these rows
-    orders: Orders = field(default_factory=dict)  # draws that all layers share in a step
-    use_of_rows: UseOfRows | None = None  # what the step needs of the rows, by the tensors it moves
-    keeps_output: bool = False  # keep the layer's output where the hooks can
+    max_rows: int | None = None  # how many rows of each call to keep
+    row_seed: int = 0  # seed of the random choice of these rows
+    orders: Orders = field(default_factory=dict)  # shared by all layers in a step
+    use_of_rows: UseOfRows | None = None  # None: keep the rows
+    keeps_output: bool = False  # keep the layer's output if the hooks can
     overlap_allowed: bool = False  # weight gradients may be computed beside the backward pass
     # What was recorded since the last step.
     calls: list[Call] = field(default_factory=list)
-    copies: bool = False  # inputs are overwritten after backward passes: keep copies of them
-    outputs_overlapped: int = (
-        0  # calls whose weight gradients are computed beside the backward pass
-    )
-    ready: torch.cuda.Event | None = None  # after which the gradients exist
+    copies: bool = False  # other code overwrites inputs after backward passes: keep copies
+    outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
+    ready: torch.cuda.Event | None = None  # the gradients exist after this event
     together: Together | None = None  # what all processes know of the layer
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
-    _pending: dict[int, list[Call]] = field(default_factory=dict)  # by backward pass
+    _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
-    # The gradients after the last commit with their versions, and their lengths.
-    _versions: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
-    _lengths: dict[nn.Parameter, Tensor] = field(default_factory=dict)
+    _changes: GradientChanges = field(default_factory=GradientChanges)  # since the last commit
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
         """The layer's parameters by name, "weight" and "bias"."""
-        own = self.module._parameters  # read in every step: attributes take longer
+        own = self.module._parameters  # faster than attributes, and read in every step
         return {name: p for name in _NAMES if (p := own.get(name)) is not None}
 
     @property
@@ -82,24 +88,24 @@ class LayerRecord:
 
     @property
     def with_gradient(self) -> dict[str, nn.Parameter]:
-        """The parameters that this step will move, by name."""
+        """The parameters that the next step moves, by name: those with a gradient."""
         own, given = self.module._parameters, self.given
         return {n: p for n in _NAMES for p in given if p is own.get(n) and p.grad is not None}
 
     @property
     def role(self) -> tuple[object, ...]:
-        """What decides which method serves the layer."""
+        """A key of all that decides which method solves the layer's problem."""
         known = (self.decided, self.explicit, bool(self.note), self.obstacle)
         return self.transfer, self.is_output, *known
 
     @property
     def may_overlap(self) -> bool:
-        """True if no gradients of rows are needed, whose scale follows the weight gradients."""
+        """True if the layer's weight gradients may be computed beside the backward pass."""
         return self.overlap_allowed and not self.obstacle
 
     @property
     def facts(self) -> LayerFacts:
-        """What other processes must know of the layer before its problem is solved."""
+        """What this process tells the others about the layer before its problem is solved."""
         name = None if self.transfer is None else self.transfer.name
         return LayerFacts(self.row_count, self.has_rows, self.has_gram, f"{name} {self.is_output}")
 
@@ -110,32 +116,34 @@ class LayerRecord:
 
     @property
     def last_width(self) -> int:
-        """The last dimension of the output if that holds the features; otherwise 0."""
+        """The size of the output's last dimension if it holds the features; otherwise 0."""
         return self.width if self.kind.features == -1 else 0
 
     def record(self, call: Call, backward_pass: int) -> None:
-        """Record a call that a backward pass went through; it counts once gradients accumulate.
+        """Record a call that a backward pass went through, until :meth:`commit` makes it count.
 
         Args:
             call: the call.
             backward_pass: the id of the pass.
         """
-        dispatch.streams.leave_gradient_stream()  # until the layer's own backward says otherwise
+        dispatch.streams.leave_gradient_stream()  # the layer's own backward pass may enter one again
         if backward_pass not in self._pending:
             self._pending[backward_pass] = []
-            at_the_end = torch.autograd.Variable._execution_engine.queue_callback
-            at_the_end(partial(self._forget, backward_pass))
+            at_end(partial(self._drop_uncommitted, backward_pass))
             if self.starts_afresh():
                 self._replacing.add(backward_pass)
             else:
-                self.follow_gradients()
+                self.rescale_row_gradients()
         self._pending[backward_pass].append(call)
 
     def commit(self, backward_pass: int) -> None:
-        """Make the calls of a pass part of the next problem: it has added to a parameter's gradient.
+        """Make the calls of a pass part of the next problem, once it has added to a ``.grad``.
 
-        A pass that computes other gradients only (``autograd.grad`` for a penalty) never gets here, and
-        one that starts from no gradient replaces what was recorded before.
+        A pass that computes other gradients only (``autograd.grad`` for a penalty) is not committed.
+        A pass that starts from no gradient replaces what was recorded before.
+
+        Args:
+            backward_pass: the id of the pass.
         """
         if backward_pass in self._replacing:
             self._replacing.clear()
@@ -147,28 +155,33 @@ class LayerRecord:
             if place == len(self.calls):
                 with dispatch.streams.on_gradient_stream(call.x):
                     kept = row_reduction.condensed(self, call)
-                self.calls.append(kept.copied() if self.copies else kept)
+                self.calls.append(kept.with_own_input() if self.copies else kept)
                 continue
             first = self.calls[place]
-            same = call if first.kept is None else call.thinned(self.kind, first.kept)
-            self.calls[place] = first.with_more(same)
+            same = call if first.kept is None else call.subsampled(self.kind, first.kept)
+            self.calls[place] = first.with_gradients_of(same)
         if len(self.calls) > 1:
             self.drop_outputs()
-        gradients = [p.grad for p in self.trained if p.grad is not None]
-        self._versions = [(weakref.ref(g), g._version) for g in gradients]
-        self._lengths = self._gradient_lengths()
+        self._changes.remember(self.trained)
+        self.remember_gradient_norms()
         self.ready = dispatch.streams.ready_event()
 
-    def _forget(self, backward_pass: int) -> None:
+    def _drop_uncommitted(self, backward_pass: int) -> None:
         """Drop what a finished pass recorded without adding to a gradient."""
         self._pending.pop(backward_pass, None)
         self._replacing.discard(backward_pass)
 
     def drop_overwritten(self) -> bool:
-        """Drop all calls if an input was written to since the forward pass; return whether it was."""
+        """Drop all calls if an input was written to since the forward pass.
+
+        From then on, copies of the inputs are kept.
+
+        Returns:
+            True if the calls were dropped.
+        """
         if not any(call.is_overwritten for call in self.calls):
             return False
-        self.copies = True  # from now on
+        self.copies = True
         self.calls.clear()
         return True
 
@@ -177,9 +190,9 @@ class LayerRecord:
         if any(call.a is not None for call in self.calls):
             self.calls[:] = [call._replace(a=None) for call in self.calls]
 
-    def measure_again(self) -> None:
-        """Take the lengths of the gradients anew, after DDP has averaged them."""
-        self._lengths = self._gradient_lengths()
+    def remember_gradient_norms(self) -> None:
+        """Remember the norms of the gradients as they are now: after a pass, or DDP's averaging."""
+        self._changes.remember_norms(self._scaling_parameters)
 
     def condense(self) -> None:
         """Reduce the rows of calls that were recorded before the layer's transfer was known."""
@@ -189,58 +202,35 @@ class LayerRecord:
         ]
 
     def rows_of(self, call: Call) -> int:
-        """Return how many rows a call had."""
+        """Return the number of rows of a call, before any were dropped."""
         return call.shape.numel() // max(self.width, 1)
 
     @property
     def row_count(self) -> int:
-        """How many rows all calls had together."""
+        """The number of rows of all calls, before any were dropped."""
         return sum(map(self.rows_of, self.calls))
 
     def samples_of(self, call: Call) -> int:
-        """Return how many samples a call had: rows, or images."""
+        """Return the number of samples of a call: its rows or, of a convolution, its images."""
         return self.rows_of(call) // max(self.kind.positions(call.shape), 1)
 
-    def follow_gradients(self) -> None:
-        """Scale the gradients of rows as the parameters' gradients were scaled since the last pass.
+    def rescale_row_gradients(self) -> None:
+        """Scale the recorded gradients of rows as ``p.grad`` was scaled since the last pass."""
+        factor = self._changes.factor(self._scaling_parameters)
+        if factor is not None:
+            self.calls[:] = [call.scaled(factor) for call in self.calls]
 
-        Unscaling and clipping multiply ``p.grad`` by a factor, which the change of its length shows.
-        (The version of ``p.grad`` does not show it: a ``GradScaler`` leaves it unchanged.)
-        """
-        then, now = self._lengths, self._gradient_lengths()
-        both = [p for p in now if p in then]
-        if both:
-            # Norms over the tensors that still have a gradient, without a host sync.
-            before, after = (torch.stack([of[p] for p in both]).norm() for of in (then, now))
-            factor = torch.where(before > 0, after / before, torch.ones_like(after))
-            self.calls[:] = [call.times(factor) for call in self.calls]
-        self._lengths = now
-
-    def _gradient_lengths(self) -> dict[nn.Parameter, Tensor]:
-        """Return the norms of the layer's gradients, if gradients of rows have to follow them."""
-        if self.needs.isdisjoint({"g", "v"}):
-            return {}
-        return {
-            p: torch.linalg.vector_norm(
-                p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32)
-            )
-            for p in self.trained
-            if p.grad is not None
-        }
+    @property
+    def _scaling_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients set the scale of the rows' gradients, if these are needed."""
+        return [] if self.needs.isdisjoint({"g", "v"}) else self.trained
 
     def starts_afresh(self) -> bool:
-        """Return True if gradients are None, or were set to zero since the last pass."""
-        gradients = [p.grad for p in self.trained if p.grad is not None]
-        if not gradients or not self.calls:
-            return True
-        known = [(ref(), version) for ref, version in self._versions]
-        now = [(g, g._version) for g in gradients]
-        if len(now) == len(known) and all(
-            g is before and version == then
-            for (g, version), (before, then) in zip(now, known, strict=True)
-        ):
-            return False
-        return not any(bool(g.any()) for g in gradients)
+        """Return True if the next backward pass replaces what was recorded, or nothing was.
+
+        A pass replaces the record if the gradients are None, or were set to zero since the last pass.
+        """
+        return not self.calls or self._changes.were_zeroed(self.trained)
 
     @property
     def is_intact(self) -> bool:
@@ -253,7 +243,12 @@ class LayerRecord:
         return weight is not None
 
     def count(self, what: str, happened: Tensor | None) -> None:
-        """Add one to a count where ``happened`` is true, on its device, without a host sync."""
+        """Count an event of a step, on the device and without a host sync.
+
+        Args:
+            what: "skipped", "gated" or "capped".
+            happened: a boolean scalar; None counts nothing.
+        """
         if happened is None:
             return
         known = self.counts.get(what, 0)
@@ -263,11 +258,11 @@ class LayerRecord:
         self.counts[what] = known
 
     def counted(self) -> dict[str, int]:
-        """Return the counts as numbers, for which the host waits."""
+        """Return the counts as numbers; on an accelerator this is a host sync."""
         return {what: int(count) for what, count in self.counts.items()}
 
     def count_from(self, counts: Mapping[str, int]) -> None:
-        """Set the counts, in place where a recorded CUDA graph adds to them."""
+        """Set the counts to these numbers, in place because CUDA graphs may add to them."""
         for what in {*self.counts, *counts}:
             known, count = self.counts.get(what), counts.get(what, 0)
             self.counts[what] = known.fill_(count) if isinstance(known, Tensor) else count
@@ -281,12 +276,12 @@ class LayerRecord:
 
     @property
     def has_gram(self) -> bool:
-        """True if XᵀX was kept instead of the rows of a call."""
+        """True if XᵀX was kept in place of the rows of a call."""
         return any(call.gram is not None and call.gram.is_known for call in self.calls)
 
     @property
     def has_rows(self) -> bool:
-        """True if the rows for a local problem were recorded, and not only a gradient."""
+        """True if the rows, or XᵀX, of a local problem were recorded, and not only a gradient."""
         rows = any(call.x.numel() > 0 or call.gram is not None for call in self.calls)
         return rows and not self.obstacle
 
@@ -295,13 +290,16 @@ class LayerRecord:
         return [transfer_detection.resolve(call.mark, self.last_width) for call in self.calls]
 
     def inputs(self) -> Any:
-        """Return the inputs of all calls as the linear map takes them, or XᵀX if some were reduced."""
+        """Return the inputs of all calls in the form that the layer's linear map takes.
+
+        If XᵀX was kept of some calls, return XᵀX of all.
+        """
         calls = self.calls
         grams = [call.gram for call in calls if call.gram is not None]
         if grams:
             first, *others = grams
             rest = [call for call in calls if call.gram is None]
-            others += [row_reduction.products(self, call, first.square.dtype) for call in rest]
+            others += [row_reduction.gram_of_call(self, call, first.square.dtype) for call in rest]
             return sum(others, first)
         return self.collected(calls)
 
@@ -319,29 +317,34 @@ class LayerRecord:
         return self._joined([call.g for call in self.calls])
 
     def weighted_gradients(self) -> Tensor | None:
-        """Return ∂L/∂a ``[rows, d]`` scaled so that sums of squares count every row of a thinned XᵀX.
+        """Return ∂L/∂a ``[rows, d]`` for sums of squares over rows.
 
-        With rows at hand, ``row_weight`` counts them, and this is :meth:`gradients`.
+        If ``max_rows`` has dropped rows and XᵀX is kept, each row is scaled so that its square counts
+        for the rows it replaces, as in XᵀX. If rows are kept, ``row_weight`` counts them and the result
+        is that of :meth:`gradients`.
         """
         if all(call.gram is None for call in self.calls):
             return self.gradients()
-        times = [row_reduction.stands_for(self, call) ** 0.5 for call in self.calls]
-        pairs = zip(times, (call.g for call in self.calls), strict=True)
-        return self._joined([None if g is None else time * g for time, g in pairs])
+        scales = [row_reduction.rows_per_kept_row(self, call) ** 0.5 for call in self.calls]
+        pairs = zip(scales, (call.g for call in self.calls), strict=True)
+        return self._joined([None if g is None else scale * g for scale, g in pairs])
 
     def has_v(self, call: Call) -> bool:
-        """Return True if ∂L/∂y of a call was recorded behind the layer's own transfer."""
-        return call.v is not None and call.behind == self.transfer
+        """Return True if ∂L/∂y of a call was recorded at the output of the layer's own transfer."""
+        return call.v is not None and call.v_transfer == self.transfer
 
     def post_gradients(self) -> Tensor | None:
-        """Return ∂L/∂y ``[rows, d]`` from behind the transfer; None if a call's was not recorded."""
+        """Return ∂L/∂y ``[rows, d]``; None if it was not recorded for all calls."""
         return self._joined([call.v if self.has_v(call) else None for call in self.calls])
 
     def pulled_back(self, a: Tensor) -> Tensor | None:
-        """Return ∂L/∂y ``[rows, d]``, pulled back from ∂L/∂a for calls where it was not recorded.
+        """Return ∂L/∂y ``[rows, d]``, computed from ∂L/∂a for the calls where it was not recorded.
 
         Args:
             a: the pre-activations ``[rows, d]``.
+
+        Returns:
+            ∂L/∂y; None if the layer has no transfer, or a call has neither gradient.
         """
         recorded = [call.v if self.has_v(call) else call.g for call in self.calls]
         rows = self._joined(recorded)
@@ -358,10 +361,11 @@ class LayerRecord:
         return v
 
     def sampled(self) -> Tensor | None:
-        """Return ∂L/∂a ``[rows, d]`` for sampled labels, if they were drawn."""
+        """Return ∂L/∂a ``[rows, d]`` for labels drawn from the model; None if none were drawn."""
         return self._joined([call.sampled for call in self.calls])
 
     def _joined(self, tensors: list[Tensor | None]) -> Tensor | None:
+        """Return the rows of all tensors as ``[rows, d]``; None if there are none or one is None."""
         dtype = self.tensors["weight"].dtype
         rows = [self.kind.rows(t).to(dtype) for t in tensors if t is not None]
         if not rows or len(rows) < len(tensors):
@@ -370,10 +374,10 @@ class LayerRecord:
 
 
 def check_intact(layers: Iterable[LayerRecord]) -> None:
-    """Raise if a module has other parameters than the optimizer was given."""
+    """Raise ``RuntimeError`` if a module no longer has the parameters the optimizer was given."""
     for layer in layers:
         if not layer.is_intact:
             raise RuntimeError(
-                f"The parameters of layer {layer.name!r} are not those this optimizer was made with: "
-                "they were replaced or parametrized since. Make a new optimizer."
+                f"Layer {layer.name!r} no longer has the parameters this optimizer was made with: "
+                "they were replaced or parametrized. Make a new optimizer."
             )

@@ -1,4 +1,7 @@
-"""What a loss says about the output layer: the transfer inside it, and whether it sums its terms."""
+"""Reads two facts from a loss: the transfer inside it, and whether it sums or averages its terms.
+
+Transfers inside the model are found by ``transfer_detection.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from torch_locoprop.recording.transfer_detection import (
     node_notes,
 )
 
-_MEAN, _SUM = 1, 2  # reductions as PyTorch's losses save them
+_MEAN, _SUM = 1, 2  # the values of a reduction in PyTorch's autograd nodes
 
 _LOSS_TRANSFERS = {
     "BCEWithLogitsLoss": "sigmoid",
@@ -23,7 +26,7 @@ _LOSS_TRANSFERS = {
     "cross_entropy": "softmax",
     "MSELoss": "linear",
     "mse_loss": "linear",
-    # Losses of models that end in their transfer.
+    # These losses contain no transfer: the model itself ends in it.
     "BCELoss": None,
     "binary_cross_entropy": None,
     "NLLLoss": None,
@@ -32,16 +35,20 @@ _LOSS_TRANSFERS = {
 
 
 def transfer_inside(loss_fn: object) -> Transfer | None:
-    """Return the transfer inside one of PyTorch's losses, a module or a function; None if it has none.
+    """Return the transfer inside one of PyTorch's losses; None if the loss contains no transfer.
+
+    Args:
+        loss_fn: a loss module such as ``nn.CrossEntropyLoss()``, or a function such as
+            ``F.cross_entropy``.
 
     Raises:
-        ValueError: if the loss is not one of those that are known.
+        ValueError: if the loss is unknown.
     """
     name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
     if name not in _LOSS_TRANSFERS:
         raise ValueError(
             f"The transfer inside loss_fn={name} is not known. Pass output_transfer= (sigmoid, "
-            f"softmax or linear) instead, or none where the model itself ends in its transfer. "
+            f"softmax or linear) instead, or neither if the model itself ends in its transfer. "
             f"Known losses: {', '.join(_LOSS_TRANSFERS)}."
         )
     known = _LOSS_TRANSFERS[name]
@@ -49,28 +56,29 @@ def transfer_inside(loss_fn: object) -> Transfer | None:
 
 
 def sums_terms(loss: Tensor) -> bool | None:
-    """Return whether a loss sums its terms instead of averaging them; None if its graph leaves it open.
+    """Return True if a loss sums its terms, False if it averages them, None if that is not known.
 
-    A sum that is changed afterwards, such as divided by the number of terms, may be a mean.
+    A sum that is changed afterwards, for example divided by the number of terms, may be a mean: its
+    autograd graph gives None.
     """
     found: set[object] = set()
     seen: set[tuple[Node, bool]] = set()
-    stack = [(loss.grad_fn, True)]  # and whether it enters the loss unchanged
+    stack = [(loss.grad_fn, True)]  # nodes; True if the node's output enters the loss unchanged
     while stack:
-        node, plain = stack.pop()
+        node, unchanged = stack.pop()
         if (
             node is None
-            or (node, plain) in seen
+            or (node, unchanged) in seen
             or node_notes(node).get(KEY, MODEL_OUTPUT).is_layer
         ):
             continue
-        seen.add((node, plain))
+        seen.add((node, unchanged))
         reduction = getattr(node, "_saved_reduction", None)
         if reduction is None:
-            plain = plain and (
+            unchanged = unchanged and (
                 node.name() in ("AddBackward0", "SubBackward0") or is_transparent(node)
             )
-            stack += [(below, plain) for below, _ in node.next_functions]
+            stack += [(below, unchanged) for below, _ in node.next_functions]
         else:
-            found.add(reduction if plain or reduction == _MEAN else None)
+            found.add(reduction if unchanged or reduction == _MEAN else None)
     return None if len(found) != 1 or not found <= {_MEAN, _SUM} else _SUM in found

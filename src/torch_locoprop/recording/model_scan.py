@@ -1,4 +1,7 @@
-"""Goes through a model once: which layers have a local problem, and why the others have none."""
+"""Finds the layers of a model that have a local problem, and says why the others have none.
+
+The transfer of each layer is found later, in ``transfer_assignment.py``.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,16 @@ from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.recording.layer_record import LayerRecord
 
-NEW = "came after the optimizer was made: make a new one"
+NEW = "was added after the optimizer was made: make a new optimizer"
 
 
 @dataclass(frozen=True)
 class Unserved:
-    """The parameters of one module, none of which has a local problem."""
+    """A module with parameters but without a local problem."""
 
     name: str
-    kind: str
-    reason: str
+    kind: str  # the name of its class
+    reason: str  # why it has no local problem
     parameters: tuple[nn.Parameter, ...]
 
 
@@ -33,10 +36,17 @@ def scan(
     kinds: type[nn.Module] = nn.Module,
     patterns: Sequence[str] | None = None,
 ) -> tuple[list[LayerRecord], list[Unserved]]:
-    """Every module with parameters ends up in exactly one of the two lists.
+    """Return the records of all layers with a local problem, and all other modules with parameters.
 
-    ``given`` are the parameters the optimizer was asked to train, ``kinds`` the modules it serves,
-    ``patterns`` the names of those it should serve.
+    Args:
+        model: the model.
+        given: the parameters that the optimizer trains.
+        kinds: only modules of this class may have a local problem.
+        patterns: only modules whose name matches one of these may have a local problem; None allows
+            all.
+
+    Raises:
+        ValueError: if a parameter is not initialized.
     """
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():
@@ -64,7 +74,13 @@ def scan(
 def newcomers(
     model: nn.Module, served: Iterable[LayerRecord], unserved: Iterable[Unserved]
 ) -> list[Unserved]:
-    """Modules that have come into the model since the scan: nobody trains them."""
+    """Return the modules that were added to the model since the scan: no optimizer trains them.
+
+    Args:
+        model: the model.
+        served: the layers with a local problem that the scan found.
+        unserved: the other modules that the scan found.
+    """
     known = {p for module in unserved for p in module.parameters}
     known |= {p for layer in served for p in layer.module.parameters(recurse=False)}
     found = []
@@ -76,17 +92,26 @@ def newcomers(
 
 
 def check_any_served(served: Sequence[LayerRecord], unserved: Sequence[Unserved]) -> None:
-    """Raise, with the reasons, if there is nothing to do."""
+    """Raise ``ValueError``, with reasons, if no layer of the model has a local problem."""
     if not served:
         reasons = "; ".join(f"{m.name or 'model'} ({m.kind}): {m.reason}" for m in unserved[:5])
         raise ValueError(
-            "The model has no layer that LocoProp can serve; use an ordinary optimizer. "
+            "The model has no layer with a local problem; use an ordinary optimizer. "
             f"{reasons or 'It has no parameters.'}"
         )
 
 
 def layer_patterns(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
-    """The names of layers to serve; one string is one pattern. Each must match a layer."""
+    """Return ``layers=`` as a tuple of names and patterns, each of which matches a layer.
+
+    Args:
+        layers: names of layers or patterns such as ``"encoder.*"``; one string is one pattern.
+        model: the model.
+
+    Raises:
+        TypeError: if an entry is not a string.
+        ValueError: if there is no entry, or if an entry matches no layer.
+    """
     given = (
         [layers] if isinstance(layers, str) or not isinstance(layers, Iterable) else list(layers)
     )
@@ -97,7 +122,9 @@ def layer_patterns(layers: Iterable[str], model: nn.Module) -> tuple[str, ...]:
                 f"{type(each).__name__}."
             )
     if not given:
-        raise ValueError("layers= names no layer. Give None for all that can have local problems.")
+        raise ValueError(
+            "layers= is empty. Pass None for all layers that can have a local problem."
+        )
     patterns = tuple(given)
     names = [name for name, module in model.named_modules() if layer_kind(module) is not None]
     for pattern in patterns:
@@ -115,13 +142,14 @@ def _check_initialized(name: str, parameter: nn.Parameter) -> None:
 
 
 def _no_kind(module: nn.Module) -> str:
-    """Why a module is no layer."""
+    """Return why a module has no local problem if it is of no known layer kind."""
     if isinstance(module, nn.MultiheadAttention):
         return UNCALLED
     return "no local problem for this kind of module"
 
 
 def _tied(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str | None:
+    """Return why a module has no local problem if it shares a parameter; None if it shares none."""
     for parameter in module.parameters(recurse=False):
         if len(owners[parameter]) > 1:
             return f"tied: a parameter is shared by {', '.join(map(repr, owners[parameter]))}"

@@ -1,4 +1,7 @@
-"""What is kept of a layer's rows between backward pass and step: all, some, XᵀX, or none."""
+"""Reduces the rows of a recorded call to what the next step needs: all, some, XᵀX, or none.
+
+What a step needs is decided in ``stepping/requirements.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,41 +18,44 @@ from torch_locoprop.recording.call import Call
 if TYPE_CHECKING:
     from torch_locoprop.recording.layer_record import LayerRecord
 
-# In an ordinary loop on a GPU, XᵀX of a layer is computed outside of the CUDA graph of its step.
-# That is worthwhile only where it is so many times smaller than the rows.
-FRACTION = 4
+# In an ordinary loop on a GPU, XᵀX is computed outside of the step's CUDA graph, which costs extra
+# launches. That is worthwhile only if XᵀX is at least this many times smaller than the rows.
+MIN_SAVING_ON_GPU = 4
 
 
 def gram_is_better(use: RowUse, x: Tensor, like: Tensor, rows: int) -> bool:
-    """Return True if XᵀX of all rows is smaller than x, and no more work than the rows themselves.
+    """Return True if XᵀX takes less memory than x, and no more work than the rows.
 
     Args:
         use: what the step needs of the rows.
-        x: the input that would be kept otherwise; it may have a part of the rows only. The work is that
-            of all rows, so that a part of them never takes more memory than all would.
+        x: the input that would be kept otherwise, perhaps with some of the rows only. The work is
+            compared for all rows, so that keeping fewer rows never takes more memory than keeping all.
         like: the weight as a matrix ``[..., d, n]``.
         rows: number of rows of the call.
     """
     d, n = like.shape[-2:]
-    numbers = like.numel() // max(d, 1) * (n + 1)
-    if use.precise and like.device.type == "mps":  # which has no float64
+    entries = like.numel() // max(d, 1) * (n + 1)
+    if use.precise and like.device.type == "mps":  # Apple's GPUs have no float64
         return False
-    size = numbers * use.dtype(like).itemsize
-    fraction = FRACTION if dispatch.is_launched_alone(like) else 1
-    if size * fraction >= x.numel() * x.element_size():
+    size = entries * use.dtype(like).itemsize
+    saving = MIN_SAVING_ON_GPU if dispatch.is_launched_alone(like) else 1
+    if size * saving >= x.numel() * x.element_size():
         return False
     return use.square or saves_work(rows, d, n, use.gradients)
 
 
 def condensed(layer: LayerRecord, call: Call) -> Call:
-    """Return the call with what the next step needs of it: no rows, XᵀX if that is less, or rows."""
+    """Return the call with what the next step needs of it.
+
+    That is no rows, XᵀX where :func:`gram_is_better`, or the rows, at most ``max_rows`` of them.
+    """
     tensors = layer.tensors
     own = {id(p) for p in layer.given if p.requires_grad or p.grad is not None}
     moved = [name for name, p in tensors.items() if id(p) in own]
     use = None if layer.use_of_rows is None else layer.use_of_rows(layer, moved)
     no_rows = use is not None and not use.is_any
     if call.sampled is not None or not no_rows:
-        call = _thinned(layer, call)
+        call = _subsampled(layer, call)
     if use is None or call.x.numel() == 0:
         return call
     like = tensors["weight"].detach()
@@ -63,33 +69,36 @@ def condensed(layer: LayerRecord, call: Call) -> Call:
     if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):
         return call
     with without_autocast(like.device):
-        gram = products(layer, call, use.dtype(like))
+        gram = gram_of_call(layer, call, use.dtype(like))
     return call._replace(x=call.x.new_empty(0), gram=gram, version=None, a=None)
 
 
-def products(layer: LayerRecord, call: Call, dtype: torch.dtype) -> Gram:
-    """Return ``XᵀX`` of a call's rows; of the rows that were kept, as an estimate of that of all."""
+def gram_of_call(layer: LayerRecord, call: Call, dtype: torch.dtype) -> Gram:
+    """Return XᵀX of a call's rows; if rows were dropped, an estimate of it from the kept rows."""
     blocks = layer.kind.linear_map.row_blocks(layer.collected([call]))
     first, *rest = (dispatch.gram(block.to(dtype), apart=True) for block in blocks)
     of_kept = sum(rest, first)
     if call.kept is None:
         return of_kept
-    times = stands_for(layer, call)
-    return Gram(of_kept.square * times, of_kept.total * times, layer.rows_of(call))
+    count = rows_per_kept_row(layer, call)
+    return Gram(of_kept.square * count, of_kept.total * count, layer.rows_of(call))
 
 
-def stands_for(layer: LayerRecord, call: Call) -> float:
-    """Return how many rows of a call each row that was kept counts for."""
+def rows_per_kept_row(layer: LayerRecord, call: Call) -> float:
+    """Return how many rows of a call each kept row counts for: 1 if no rows were dropped."""
     return 1.0 if call.kept is None else layer.samples_of(call) / len(call.kept)
 
 
 def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
-    """Return the weight of a row in the local loss: a number, or ``[rows, 1]``.
+    """Return the weight of each row in the local loss.
 
     Args:
         layer: the record of the layer.
-        of_each: the weight of a row that counts for itself alone. XᵀX has in it for how many rows each
-            counts, so its weight is this number.
+        of_each: the weight of a row that counts for itself alone.
+
+    Returns:
+        ``of_each`` if all rows were kept or if XᵀX was, which has the counts of its rows in it;
+        otherwise ``[rows, 1]``, ``of_each`` times the number of rows that each kept row counts for.
     """
     in_rows = all(call.gram is None for call in layer.calls)
     if not in_rows or all(call.kept is None for call in layer.calls):
@@ -105,7 +114,7 @@ def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Compute in the precision of the weights, inside autocast too."""
+    """Return a context that computes in the precision of the weights, even inside autocast."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     if not torch.is_autocast_enabled(device.type):
@@ -113,8 +122,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _thinned(layer: LayerRecord, call: Call) -> Call:
-    """Return the call with at most ``max_rows`` rows, in samples drawn at random, at least one."""
+def _subsampled(layer: LayerRecord, call: Call) -> Call:
+    """Return the call with at most ``max_rows`` rows: random samples, at least one."""
     if layer.max_rows is None or call.kept is not None or call.x.layout != torch.strided:
         return call
     samples = layer.samples_of(call)
@@ -127,4 +136,4 @@ def _thinned(layer: LayerRecord, call: Call) -> Call:
         generator = torch.Generator(device).manual_seed(seed)
         order = torch.randperm(samples, generator=generator, device=device)
         layer.orders[seed, samples, device] = order
-    return call.thinned(layer.kind, order[:keep])
+    return call.subsampled(layer.kind, order[:keep])

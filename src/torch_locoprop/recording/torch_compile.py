@@ -1,11 +1,12 @@
-"""What hooks do while ``torch.compile`` traces them: they leave an operator in the compiled graph.
+"""What hooks do while ``torch.compile`` traces them: they insert an operator into the compiled graph.
 
-A compiled graph runs no Python hooks, and a hook that is not traced breaks the graph in two. So a
-traced hook puts ``torch_locoprop::tap`` behind the layer; its backward hands the layer's input and
-gradient to every :class:`~.hooks.ModelHooks` that watches the layer by then. The search
-for transfers runs while the model is traced, on the tensors without data that PyTorch traces with.
+A compiled graph runs no Python hooks, and a hook that cannot be traced causes a graph break. A traced
+hook therefore inserts ``torch_locoprop::tap`` after the layer. The backward of this operator gives the
+layer's input and gradient to every :class:`~.hooks.ModelHooks` that watches the layer at that time. The
+search for transfers runs once, while the model is traced, on PyTorch's fake tensors.
 
-Importing this imports the compiler: only traced code does.
+Importing this module imports the compiler, so only traced hooks import it. What hooks do in ordinary
+passes is in ``hooks.py``.
 """
 
 from __future__ import annotations
@@ -30,24 +31,33 @@ from torch_locoprop.recording.transfer_detection import LAYER_INPUT, MODEL_OUTPU
 
 
 @dataclass(eq=False)
-class Place:
-    """One call of a layer in a compiled graph."""
+class CallSite:
+    """One place in a compiled graph where a layer is called."""
 
     module: weakref.ref[nn.Module]
     mark: Mark
     graph: CompiledGraph
 
 
-_places: list[Place] = []
+_call_sites: list[CallSite] = []
 _graphs: weakref.WeakKeyDictionary[Any, CompiledGraph] = weakref.WeakKeyDictionary()  # by fake mode
-_calls = itertools.count()
+_call_numbers = itertools.count()
 
 
-# ---- traced --------------------------------------------------------------------------------------
+# ---- code that torch.compile traces --------------------------------------------------------------
 
 
 def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
-    """What a hook does, and returns, in a compiled graph."""
+    """Do in a compiled graph what a method of ``ModelHooks`` does in an ordinary pass.
+
+    Args:
+        key: the key of the hook.
+        method: the name of the method.
+        args: what PyTorch passes to the hook.
+
+    Returns:
+        The output of the layer after the inserted operator; None if the hook changes nothing.
+    """
     if method == "after_layer":
         module, inputs, options, out = args
         tensors = call_inputs(_arguments(key), inputs, options)
@@ -55,7 +65,8 @@ def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
     if method == "after_model":
         tensors = _tensors(args[-1])
         scalars = [tensor for tensor in tensors if tensor.dim() == 0]
-        for tensor in [t for t in tensors if t.dim() > 0] + scalars:  # noqa: B007, seen by name
+        # The functions for comptime read the local variables of this frame by their names.
+        for tensor in [t for t in tensors if t.dim() > 0] + scalars:  # noqa: B007
             comptime(_search_from_output)
     return None
 
@@ -63,26 +74,30 @@ def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
 def _trace_layer(
     role: str, key: str, module: nn.Module, inputs: list[Tensor], out: Tensor
 ) -> Tensor | None:
+    """Search for transfers from a layer's inputs, and insert the operator after its output.
+
+    The functions for ``comptime`` read the local variables of this frame by their names.
+    """
     if role == "nothing" or not out.requires_grad:
         return None
     if out.is_nested:
         comptime(_note_nested)
         return None
-    for x in inputs:  # noqa: B007, seen by name
+    for x in inputs:  # noqa: B007
         comptime(_search_from_input)
     comptime(_note_layer)
     if role == "search":
         comptime(_mark_output)
         return None
-    place = _new_place(key)
-    weight = module.weight  # noqa: F841, seen by name
-    comptime(_note_graph)
-    tapped, _ = torch.ops.torch_locoprop.tap(out, joined_inputs(inputs).detach(), place)
+    site = _new_call_site(key)
+    weight = module.weight  # noqa: F841
+    comptime(_note_call_site)
+    tapped, _ = torch.ops.torch_locoprop.tap(out, joined_inputs(inputs).detach(), site)
     return tapped  # type: ignore[no-any-return]
 
 
 def _tensors(output: object) -> list[Tensor]:
-    """The tensors of an output, in a form that can be traced."""
+    """Return all tensors in the output of a model, by code that can be traced."""
     if isinstance(output, Tensor):
         return [] if output.is_nested else [output]
     values = list(output.values()) if isinstance(output, dict) else output
@@ -91,11 +106,12 @@ def _tensors(output: object) -> list[Tensor]:
     return [tensor for value in values for tensor in _tensors(value)]
 
 
-# ---- while tracing -------------------------------------------------------------------------------
+# ---- code that runs while torch.compile traces ---------------------------------------------------
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _arguments(key: str) -> tuple[str, ...]:
+    """Return the names of the input arguments of the layer that a hook is on."""
     module = weak_hook.hooked_module(key)
     kind = None if module is None else layer_kind(module)
     return ("input",) if kind is None else kind.arguments
@@ -108,13 +124,16 @@ def _role(key: str) -> str:
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def is_exporting() -> bool:
-    """Whether the model is exported; up to PyTorch 2.11, what is traced is told that it always is."""
+    """Return True if the model is being exported.
+
+    Traced code must not ask PyTorch itself: up to PyTorch 2.11 it gets True in every compilation.
+    """
     return torch.compiler.is_exporting()
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def needs_python(key: str) -> bool:
-    """Whether a hook has to run as it is, at the price of a break in the graph."""
+    """Return True if a hook has to run as Python, at the cost of a graph break."""
     if weak_hook.role(key) != "python":
         return False
     weak_hook.mark_compiled(key)
@@ -123,17 +142,18 @@ def needs_python(key: str) -> bool:
 
 @disable  # type: ignore[untyped-decorator]
 def as_python(function: Callable[..., Any], *args: Any) -> Any:
-    """Call a function, which breaks the graph."""
+    """Call a function outside of the compiled graph, with a graph break."""
     return function(*args)
 
 
 @assume_constant_result  # type: ignore[untyped-decorator]
-def _new_place(key: str) -> int:
+def _new_call_site(key: str) -> int:
+    """Register a call site of the layer that a hook is on; return its index."""
     module = weak_hook.hooked_module(key)
     assert module is not None
     mark = Mark("a layer's output", is_layer=True)
-    _places.append(Place(weakref.ref(module), mark, CompiledGraph()))
-    return len(_places) - 1
+    _call_sites.append(CallSite(weakref.ref(module), mark, CompiledGraph()))
+    return len(_call_sites) - 1
 
 
 def _search_from_input(context: ComptimeContext) -> None:
@@ -146,69 +166,75 @@ def _note_layer(context: ComptimeContext) -> None:
     assert module is not None
     graph = _graph(_fake(context, "out"))
     graph.layers.add(module)
-    for listener in weak_hook.watchers_of(module):
-        listener.graphs.add(graph)
+    for hooks in weak_hook.watchers_of(module):
+        hooks.compiled_graphs.add(graph)
 
 
 def _note_nested(context: ComptimeContext) -> None:
     module = weak_hook.hooked_module(context.get_local("key").as_python_constant())
     assert module is not None
-    for listener in weak_hook.watchers_of(module):
-        if module in listener.layers:
-            listener.layers[module].obstacle = NESTED
+    for hooks in weak_hook.watchers_of(module):
+        if module in hooks.layers:
+            hooks.layers[module].obstacle = NESTED
 
 
 def _mark_output(context: ComptimeContext) -> None:
     transfer_detection.mark_layer(transfer_detection.matmul_node(_fake(context, "out").grad_fn))
 
 
-def _note_graph(context: ComptimeContext) -> None:
+def _note_call_site(context: ComptimeContext) -> None:
     graph = _graph(_fake(context, "out"))
-    place = _places[context.get_local("place").as_python_constant()]
-    place.graph = graph
-    module = place.module()
+    site = _call_sites[context.get_local("site").as_python_constant()]
+    site.graph = graph
+    module = site.module()
     assert module is not None
     graph.weights[module] = id(_fake(context, "weight"))
-    # Not promised by PyTorch. Without it the ends of graphs are unknown, which the summary tells.
+    # PyTorch does not promise this method. Without it the ends of compiled graphs are not searched,
+    # and the summary says so.
     translator: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
-    at_the_end = getattr(translator.output, "add_graph_finalizer", None)
-    if at_the_end is not None:
-        at_the_end(lambda module: _search_from_end(module, graph))
+    add_finalizer = getattr(translator.output, "add_graph_finalizer", None)
+    if add_finalizer is not None:
+        add_finalizer(lambda module: _search_from_graph_outputs(module, graph))
 
 
 def _search_from_output(context: ComptimeContext) -> None:
     tensor = _fake(context, "tensor")
     graph = _graph(tensor)
     _search(tensor, graph)
-    graph.complete = graph.whole = True
+    graph.outputs_searched = graph.returns_model_output = True
 
 
 def _search(output: Tensor, graph: CompiledGraph) -> None:
     leaves = transfer_detection.trace(output, MODEL_OUTPUT)
-    if output.dim() > 0:  # and no loss, which may have a penalty on weights
+    if output.dim() > 0:  # a scalar is a loss, which may have a penalty on weights
         graph.leaves |= leaves
 
 
 def _fake(context: ComptimeContext, name: str) -> Any:
+    """Return the fake tensor of a local variable in the traced frame."""
     return context.get_local(name).as_fake()
 
 
 def _graph(fake: Any) -> CompiledGraph:
-    """The graph that is being traced: each has a mode of its own for its tensors."""
+    """Return the compiled graph that is being traced: each has its own mode of fake tensors."""
     return _graphs.setdefault(fake.fake_mode, CompiledGraph())
 
 
-def _search_from_end(module: torch.fx.GraphModule, graph: CompiledGraph) -> None:
-    """What leaves a graph is the model's output; where it is not, other layers lie outside."""
-    if not graph.complete:
+def _search_from_graph_outputs(module: torch.fx.GraphModule, graph: CompiledGraph) -> None:
+    """Search from the outputs of a compiled graph as if they were the model's output.
+
+    If they are not, layers outside of the graph show that the model is compiled in parts.
+    """
+    if not graph.outputs_searched:
         outputs = _values(node.args for node in module.graph.nodes if node.op == "output")
         tensors = [value for value in outputs if isinstance(value, Tensor)]
         for tensor in sorted(tensors, key=lambda tensor: tensor.dim() == 0):
             _search(tensor, graph)
-        graph.complete = True
+        graph.outputs_searched = True
 
 
 def _values(arguments: Any) -> Iterator[Any]:
+    """Yield the example values of all nodes in nested arguments of an FX node."""
     for argument in arguments:
         if isinstance(argument, torch.fx.Node):
             yield argument.meta.get("example_value")
@@ -216,52 +242,58 @@ def _values(arguments: Any) -> Iterator[Any]:
             yield from _values(argument)
 
 
-# ---- while running -------------------------------------------------------------------------------
+# ---- operators in the compiled graph -------------------------------------------------------------
 
 
 @torch.library.custom_op("torch_locoprop::tap", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _tap(out: Tensor, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
-    """The output of a layer, and a number that tells this call from others."""
-    module = _places[place].module()
+def _tap(out: Tensor, x: Tensor, site: int) -> tuple[Tensor, Tensor]:
+    """Return a layer's output unchanged, and the number of this call.
+
+    The input ``x`` is an argument so that it is saved for the backward pass.
+    """
+    module = _call_sites[site].module()
     if module is not None:
-        for listener in weak_hook.watchers_of(module):
-            listener.follow(module)
-    return out.clone(), torch.tensor(next(_calls))
+        for hooks in weak_hook.watchers_of(module):
+            hooks.before_compiled_layer(module)
+    return out.clone(), torch.tensor(next(_call_numbers))
 
 
 @torch.library.custom_op(
     "torch_locoprop::record", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
 )
-def _record(g: Tensor, x: Tensor, call: Tensor, place: int) -> Tensor:
-    """The gradient of a layer's output, on its way to the layer."""
-    here = _places[place]
-    module = here.module()
+def _record(g: Tensor, x: Tensor, call: Tensor, site: int) -> Tensor:
+    """Record the call with the gradient ``g`` of the layer's output; return ``g`` unchanged."""
+    called = _call_sites[site]
+    module = called.module()
     if module is not None:
-        for listener in weak_hook.watchers_of(module):
-            listener.record_compiled(module, x, g, CompiledCall(here.mark, here.graph, int(call)))
+        for hooks in weak_hook.watchers_of(module):
+            compiled_call = CompiledCall(called.mark, called.graph, int(call))
+            hooks.record_compiled(module, x, g, compiled_call)
     return g.clone()
 
 
 @_tap.register_fake
-def _(out: Tensor, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+def _(out: Tensor, x: Tensor, site: int) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out), torch.empty((), dtype=torch.int64)
 
 
 @_record.register_fake
-def _(g: Tensor, x: Tensor, call: Tensor, place: int) -> Tensor:
+def _(g: Tensor, x: Tensor, call: Tensor, site: int) -> Tensor:
     return torch.empty_like(g)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
-    _, x, place = inputs
+def _setup_context(
+    ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]
+) -> None:
+    _, x, site = inputs
     ctx.save_for_backward(x, output[1])
-    ctx.place = place
-    ctx.metadata[transfer_detection.KEY] = _places[place].mark
+    ctx.site = site
+    ctx.metadata[transfer_detection.KEY] = _call_sites[site].mark
 
 
 def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
     x, call = ctx.saved_tensors
-    return torch.ops.torch_locoprop.record(g, x, call, ctx.place), None, None
+    return torch.ops.torch_locoprop.record(g, x, call, ctx.site), None, None
 
 
-_tap.register_autograd(_backward, setup_context=_keep)
+_tap.register_autograd(_backward, setup_context=_setup_context)

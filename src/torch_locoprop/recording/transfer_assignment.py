@@ -1,4 +1,8 @@
-"""Decides what each layer gets: the transfer that follows it, and the variant that serves it."""
+"""Decides the transfer of each layer, and whether the layer is the model's output.
+
+The search of the autograd graph is in ``transfer_detection.py``. The notes below appear in
+``opt.summary()``.
+"""
 
 from __future__ import annotations
 
@@ -39,23 +43,34 @@ def decide_all(
     output_transfer: Transfer | None,
     loss_transfer: Transfer | None,
 ) -> list[LayerRecord]:
-    """Decide every layer that has recorded calls and was not decided before; return these layers.
+    """Assign a transfer to every layer that has recorded calls and was not decided before.
 
     Args:
         layers: all layers with a local problem.
         hooks: the hooks that recorded the calls.
         output_transfer: the transfer inside the loss, as the user gave it.
-        loss_transfer: the transfer inside the loss, as ``loss_fn`` shows it.
+        loss_transfer: the transfer inside the loss, as found in ``loss_fn``.
+
+    Returns:
+        The layers that were not decided before.
     """
     undecided = [layer for layer in layers if layer.calls and not layer.decided]
-    in_parts = bool(undecided) and compiled_in_parts(layers, hooks.graphs)
+    in_parts = bool(undecided) and compiled_in_parts(layers, hooks.compiled_graphs)
     for layer in undecided:
-        decide(layer, output_transfer, loss_transfer, in_parts, hooks.leaves)
+        assign_transfer(layer, output_transfer, loss_transfer, in_parts, hooks.leaves)
     return undecided
 
 
 def give_transfers(layers: Iterable[LayerRecord], given: Mapping[str, str | Transfer]) -> None:
-    """Set the transfers the user named, by module name."""
+    """Set the transfers that the user passed as ``transfers=``.
+
+    Args:
+        layers: all layers with a local problem.
+        given: a transfer, or its name, by the name of the module.
+
+    Raises:
+        ValueError: if a name is not that of a layer with a local problem.
+    """
     by_name = {layer.name: layer for layer in layers}
     for name, transfer in given.items():
         if name not in by_name:
@@ -69,32 +84,41 @@ def give_transfers(layers: Iterable[LayerRecord], given: Mapping[str, str | Tran
 
 
 def compiled_in_parts(layers: Iterable[LayerRecord], graphs: Iterable[CompiledGraph]) -> bool:
-    """Whether layers are called in several compiled graphs, or some in one and some in none.
+    """Return True if the layers are not all called in one compiled graph, nor all outside of any.
 
-    Graphs of the same layers are one model, compiled anew for inputs of another shape. ``graphs``
-    are those known to call a layer of the model, served or not.
+    Compiled graphs with the same layers count as one: a model is compiled again for other shapes.
+
+    Args:
+        layers: all layers with a local problem.
+        graphs: the compiled graphs that call a layer of the model, with a local problem or without.
     """
     calls = [call.compiled for layer in layers for call in layer.calls]
     known = {*graphs, *(call.graph for call in calls if call is not None)}
-    apart = {frozenset(map(id, graph.layers)) for graph in known}
-    return len(apart) > 1 or (len(apart) == 1 and None in calls)
+    parts = {frozenset(map(id, graph.layers)) for graph in known}
+    return len(parts) > 1 or (len(parts) == 1 and None in calls)
 
 
-def decide(
+def assign_transfer(
     layer: LayerRecord,
     output_transfer: Transfer | None,
     loss_transfer: Transfer | None,
     in_parts: bool = False,
     leaves: Collection[int] = (),
 ) -> None:
-    """Settle, from its recorded calls, whether a layer is the output, and its transfer.
+    """Set a layer's ``transfer`` (or the ``note`` why it has none) and ``is_output`` from its calls.
 
-    A transfer that the user gave stays, and one that was found in the model is not inside the loss:
-    ``output_transfer`` goes to layers whose own output the model returns. Where a model is compiled
-    ``in_parts``, what lies beyond the end of a part is not known. A layer whose weight is among the
-    ``leaves`` of operations outside of layers has no local problem: its rows are not all there is.
+    A transfer that the user gave for this layer is kept.
+
+    Args:
+        layer: the record of the layer, with recorded calls.
+        output_transfer: the transfer inside the loss, as the user gave it. A layer gets it if the model
+            returns the layer's own output: no transfer follows the layer inside the model.
+        loss_transfer: the transfer inside the loss, as found in ``loss_fn``.
+        in_parts: True if the model is compiled in parts. What follows the end of a part is not known.
+        leaves: ids of leaves used by operations outside of layers. A layer whose weight is one of them
+            takes BackProp steps, because its rows do not explain all of its gradient.
     """
-    if not all(call.traced for call in layer.calls):
+    if not all(call.searched for call in layer.calls):
         if any(call.recomputed for call in layer.calls):
             layer.decided = True
             layer.note = (
@@ -102,11 +126,13 @@ def decide(
             )
         return
     compiled = (call.compiled for call in layer.calls if call.compiled is not None)
-    if id(layer.tensors["weight"]) in leaves or any(c.graph.uses(layer.module) for c in compiled):
+    if id(layer.tensors["weight"]) in leaves or any(
+        call.graph.uses_weight_elsewhere(layer.module) for call in compiled
+    ):
         layer.obstacle = layer.obstacle or USED_ELSEWHERE
     findings = layer.findings()
     at_the_end = all(finding.is_output for finding in findings)
-    unknown_end = at_the_end and any(_hides_the_end(call, in_parts) for call in layer.calls)
+    unknown_end = at_the_end and any(_may_continue(call, in_parts) for call in layer.calls)
     layer.is_output = at_the_end and not unknown_end
     layer.decided = True
     layer.compiled |= any(call.compiled is not None for call in layer.calls)
@@ -131,19 +157,20 @@ def decide(
             _set_output_transfer(layer, loss_transfer)
 
 
-def _hides_the_end(call: Call, in_parts: bool) -> bool:
-    """Whether what a call's output is used for may lie beyond the end of a compiled graph."""
+def _may_continue(call: Call, in_parts: bool) -> bool:
+    """Return True if the model may use a call's output after the end of a compiled graph."""
     if call.compiled is None:
         return in_parts and not call.mark.consumers
     graph = call.compiled.graph
-    if graph.whole:
+    if graph.returns_model_output:
         return False
-    if call.beyond is not None and graph.complete:
-        return not transfer_detection.is_last(call.beyond)
-    return in_parts or not graph.complete
+    if call.graph_mark is not None and graph.outputs_searched:
+        return not transfer_detection.is_last(call.graph_mark)
+    return in_parts or not graph.outputs_searched
 
 
 def _set_output_transfer(layer: LayerRecord, transfer: Transfer) -> None:
+    """Set the transfer of an output layer, or a note if the layer is too narrow for softmax."""
     if transfer.elementwise or layer.width > 1:
         layer.transfer, layer.note = transfer, ""
     else:

@@ -1,11 +1,13 @@
-"""Finds the transfer that follows a layer, from the autograd graph of an ordinary forward pass.
+"""Finds the transfer that follows a layer in the autograd graph of an ordinary forward pass.
 
 Autograd links each operation to its inputs, so the search runs backwards: from the input of every
-layer, from the model's output and, where it is known, from the loss. Each operation met on the way is
-remembered as a consumer of what it was computed from. A layer whose output has one consumer, and that
-one a known activation, has that transfer; a layer that feeds another layer directly is linear.
+layer, from the model's output and, if it is known, from the loss. Each operation found is noted as a
+consumer of its inputs. If a layer's output has one consumer and that is a known activation, this is the
+layer's transfer. A layer that feeds another layer directly is linear.
 
-The findings are kept as :class:`Mark` in the nodes' own ``metadata`` and so live as long as the graph.
+A :class:`Mark` in the ``metadata`` of each autograd node keeps the findings as long as the autograd
+graph exists. Which transfer a layer gets in the end, after the user's settings, is decided in
+``transfer_assignment.py``.
 """
 
 from __future__ import annotations
@@ -14,28 +16,28 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.recording.backward_pass import running_node
 
 KEY = "torch_locoprop"
 
 
 @dataclass(eq=False)
 class Mark:
-    """What is known of one node: its operation, the transfer it computes, and who consumes it."""
+    """What the search has found out about one autograd node."""
 
-    operation: str
-    transfer: Transfer | None = None
-    consumers: list[Mark] = field(default_factory=list)
-    width: int = 0  # the last dimension of its output
-    has_parameters: bool = False
-    inside_loss: bool = False
-    is_layer: bool = False
-    gradient: Tensor | None = None  # ∂L/∂(output of this node), recorded on request
+    operation: str  # a description for notes
+    transfer: Transfer | None = None  # the transfer that the node computes
+    consumers: list[Mark] = field(default_factory=list)  # operations that use the node's output
+    width: int = 0  # the size of the output's last dimension
+    has_parameters: bool = False  # a parameter enters the operation
+    inside_loss: bool = False  # the operation is a part of one of PyTorch's losses
+    is_layer: bool = False  # the node computes a layer's pre-activation
+    gradient: Tensor | None = None  # ∂L/∂(output of this node), if it is recorded
 
 
 LAYER_INPUT = Mark("a layer")
@@ -44,16 +46,16 @@ MODEL_OUTPUT = Mark("the model's output")
 
 @dataclass(frozen=True)
 class Finding:
-    """The transfer that follows a layer, or why it has none."""
+    """The transfer that follows one call of a layer, or why there is none."""
 
     transfer: Transfer | None
-    reason: str
-    is_output: bool  # its pre-activation or transfer is what the model ends in
-    consumer: Mark | None = None
-    inside_loss: bool = False  # the layer's own output is what the model returns, at its end
+    reason: str  # why there is no transfer
+    is_output: bool  # the model ends in this pre-activation, or in its transfer
+    consumer: Mark | None = None  # the operation that computes the transfer
+    inside_loss: bool = False  # the model returns this pre-activation: the transfer is in the loss
 
 
-# Nodes that only rearrange or convert what they are given, keeping the order of its elements.
+# Nodes that only reshape, copy or convert their input and keep the order of its elements.
 _TRANSPARENT = {
     f"{name}Backward{i}"
     for name in (
@@ -79,11 +81,11 @@ _ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
     "ClampMinBackward0": lambda node: _clamp(node._saved_min, None),
     "SoftmaxBackward0": lambda node: _softmax(node),
 }
-_ACTIVATIONS |= {  # what these are called when done in place; the others keep their name
+_ACTIVATIONS |= {  # in-place versions with names of their own
     f"{name}Backward1": _ACTIVATIONS[f"{name}Backward0"] for name in ("LeakyRelu", "Elu", "Celu")
 }
 
-# Transfers that are part of the loss: their own output, and its gradient, never appear in the graph.
+# Transfers inside a loss: their output and its gradient have no node in the autograd graph.
 _INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {
     "BinaryCrossEntropyWithLogitsBackward0": lambda node: transfers.Sigmoid(),
     "LogSoftmaxBackward0": lambda node: _softmax(node),
@@ -95,21 +97,21 @@ _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBa
 
 
 def matmul_node(node: Node) -> Node:
-    """The node that computes a layer's pre-activation, below the reshapes of its output."""
+    """Return the node that computes a layer's pre-activation, before any reshapes of its output."""
     while is_transparent(node) and node.next_functions[0][0] is not None:
         node = node.next_functions[0][0]
     return node
 
 
 def is_transparent(node: Node) -> bool:
-    """Whether a node keeps the elements it is given: rearranged, or passed by a module's hooks."""
+    """Return True if a node keeps its input's elements: a reshape or copy, or a module's hook."""
     name = node.name()
     hooked = name == "BackwardHookFunctionBackward" and len(node.next_functions) == 1
     return name in _TRANSPARENT or hooked
 
 
 def mark_layer(node: Node) -> Mark:
-    """Mark the node of a layer's pre-activation, where every search ends.
+    """Return the mark of the node of a layer's pre-activation, where every search ends.
 
     Two optimizers on one model share the mark.
     """
@@ -121,15 +123,21 @@ def mark_layer(node: Node) -> Mark:
 
 
 def running_mark() -> Mark | None:
-    """What is known of the node whose backward runs now."""
-    node = torch._C._current_autograd_node()
+    """Return the mark of the autograd node whose backward is running; None if it has none."""
+    node = running_node()
     return None if node is None else node_notes(node).get(KEY)
 
 
 def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int]:
-    """Search from ``tensor``, consumed by ``sink``, back to the layers it was computed from.
+    """Search from a tensor back to the layers it was computed from, and mark the nodes between.
 
-    Returns the ids of the leaves that were met outside of layers.
+    Args:
+        tensor: where the search starts.
+        sink: what consumes the tensor: :data:`LAYER_INPUT` or :data:`MODEL_OUTPUT`.
+        record_gradients: record ∂L/∂(output) of each marked operation in later backward passes.
+
+    Returns:
+        The ids of the leaves that were found outside of layers.
     """
     leaves = {id(tensor)} if tensor.grad_fn is None and tensor.requires_grad else set()
     stack: list[tuple[Node | None, Mark]] = [(tensor.grad_fn, sink)]
@@ -138,7 +146,7 @@ def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int
         if node is None:
             continue
         if not node.next_functions:
-            if consumer.operation != _COMPILED:  # whose layers are inside
+            if consumer.operation != _COMPILED:  # the leaves of a compiled graph enter its layers
                 leaves.add(id(getattr(node, "variable", None)))
             continue
         mark = node_notes(node).get(KEY)
@@ -153,7 +161,12 @@ def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int
 
 
 def resolve(mark: Mark, width: int) -> Finding:
-    """What the traces say of one call of a layer that has ``width`` features."""
+    """Return what the searches have found about one call of a layer.
+
+    Args:
+        mark: the mark of the call's node.
+        width: number of features of the layer; 0 if they are not in the output's last dimension.
+    """
     is_output = not _reaches_layer(mark)
     consumers = [c for c in mark.consumers if c is not MODEL_OUTPUT]
     if not consumers:
@@ -180,12 +193,13 @@ def resolve(mark: Mark, width: int) -> Finding:
 
 
 def is_last(mark: Mark) -> bool:
-    """Whether nothing follows but a loss."""
+    """Return True if only a loss uses the output of a node."""
     in_loss = all(consumer.inside_loss for consumer in mark.consumers)
     return not _reaches_layer(mark) and (in_loss or MODEL_OUTPUT in mark.consumers)
 
 
 def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
+    """Return the new mark of a node that is no layer."""
     name = node.name()
     shape = _shape(node)
     mark = Mark(
@@ -203,18 +217,18 @@ def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
 
 
 def _transfer_of(node: Node) -> Transfer | None:
-    """The transfer a node computes; None if it is none, or not one of those that do not decrease."""
+    """Return the transfer that a node computes; None if it is no known, monotone transfer."""
     if _is_softsign(node):
         return transfers.Softsign()
     known = _ACTIVATIONS.get(node.name()) or _INSIDE_LOSS.get(node.name())
     try:
         return known(node) if known else None
-    except ValueError:  # parameters that make it decrease somewhere
+    except ValueError:  # with these parameters the function decreases somewhere
         return None
 
 
 def _has_parameters(node: Node) -> bool:
-    """Whether a leaf that requires a gradient enters here, perhaps transposed."""
+    """Return True if a leaf that requires a gradient enters a node, directly or transposed."""
     for below, _ in node.next_functions:
         if below is not None and below.name() == "TBackward0":
             below = below.next_functions[0][0]
@@ -224,18 +238,20 @@ def _has_parameters(node: Node) -> bool:
 
 
 def _shape(node: Any) -> list[int]:
-    """The shape of what a node computes; empty where it is not one of plain numbers."""
+    """Return the shape of a node's output; empty for nested tensors or if it is not known."""
     known = node._input_metadata
     return list(known[0].shape) if known and not known[0].is_nested_tensor else []
 
 
 def node_notes(node: Any) -> dict[str, Mark]:
-    """The node's own dictionary, which PyTorch declares as a method and keeps as a property."""
+    """Return the marks in a node's metadata (PyTorch's stubs declare this property as a method)."""
     notes: dict[str, Mark] = node.metadata
     return notes
 
 
 def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
+    """Return a hook that keeps a node's output gradient in its mark."""
+
     def record(gradients: tuple[Tensor, ...]) -> None:
         if gradients[0] is not None:
             mark.gradient = gradients[0].detach()
@@ -244,12 +260,13 @@ def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
 
 
 def _inputs(node: Node, consumer: Mark) -> Iterator[Node | None]:
-    """Where to search on; the pattern of softsign counts as one operation on its numerator."""
+    """Yield the nodes to search next; for softsign only its numerator, so that it is one operation."""
     below = [function for function, _ in node.next_functions]
     yield from below[:1] if consumer.transfer == transfers.Softsign() else below
 
 
 def _describe(node: Node) -> str:
+    """Return a description of a node's operation for notes."""
     name = node.name()
     if name in _NON_MONOTONE:
         return f"{name.removesuffix('Backward0').lower()} is not monotone: it has no matching loss"
@@ -260,7 +277,7 @@ def _describe(node: Node) -> str:
 
 
 def _is_softsign(node: Node) -> bool:
-    """``a / (1 + |a|)``, which PyTorch computes from elementary operations."""
+    """Return True if a node is the division in ``a / (1 + |a|)``, as PyTorch computes softsign."""
     if node.name() != "DivBackward0":
         return False
     numerator, denominator = (function for function, _ in node.next_functions)
@@ -275,6 +292,7 @@ def _is_softsign(node: Node) -> bool:
 
 
 def _reaches_layer(mark: Mark) -> bool:
+    """Return True if a layer, or another operation with parameters, follows a node."""
     seen, stack = set(), list(mark.consumers)
     while stack:
         consumer = stack.pop()
@@ -303,6 +321,7 @@ def _clamp(low: float | None, high: float | None) -> Transfer | None:
 
 
 def _softmax(node: Any) -> Transfer | None:
-    """Softmax over the last dimension only; autograd stores the dimension as an unsigned number."""
+    """Return softmax if a node computes it over the last dimension; otherwise None."""
     dimension, rank = node._saved_dim, len(_shape(node))
+    # Autograd stores the dimension as an unsigned number: -1 may be 2**64 - 1.
     return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None

@@ -1,7 +1,7 @@
-"""A module hook that keeps nothing alive, copies to an inert one, and can be traced by torch.compile.
+"""A module hook that keeps no object alive, does nothing in copies, and is traced by torch.compile.
 
-Here also is the registry through which compiled graphs find the hooks of a module; what traced
-hooks do is in ``torch_compile.py``, what ordinary ones do in ``hooks.py``.
+The registry through which compiled graphs find the hooks of a module is here too. What the hooks do
+is in ``hooks.py``; what they do in compiled graphs is in ``torch_compile.py``.
 """
 
 from __future__ import annotations
@@ -18,12 +18,21 @@ if TYPE_CHECKING:
     from torch_locoprop.recording.hooks import ModelHooks
 
 serials = itertools.count()
-watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all that live
+watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all that are alive
 _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary()
 
 
 class WeakHook:
-    """A method of :class:`~.hooks.ModelHooks`, held weakly, as a hook on a module or parameter."""
+    """A hook on a module or parameter that calls a method of :class:`~.hooks.ModelHooks`.
+
+    It holds its owner weakly. A copy of it, such as ``copy.deepcopy(model)`` makes, has no owner and
+    does nothing.
+
+    Args:
+        owner: the object whose method is called.
+        method: the name of the method.
+        module: the module that the hook is on.
+    """
 
     def __init__(
         self, owner: ModelHooks | None = None, method: str = "", module: nn.Module | None = None
@@ -31,7 +40,7 @@ class WeakHook:
         self._owner = weakref.ref(owner) if owner is not None else lambda: None
         self._module = weakref.ref(module) if module is not None else lambda: None
         self._method = method
-        self._key = str(next(serials))  # a string: the compiler takes numbers for variables
+        self._key = str(next(serials))  # a string: torch.compile treats numbers as variables
         _hooks[self._key] = self
 
     def __call__(self, *args: Any) -> Any:
@@ -46,7 +55,7 @@ class WeakHook:
         return self.run(*args)
 
     def run(self, *args: Any) -> Any:
-        """Run the method, as in an ordinary pass."""
+        """Call the owner's method; do nothing without an owner, or in ``torch.jit.trace``."""
         if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
             return None
         owner = self._owner()
@@ -55,14 +64,14 @@ class WeakHook:
     @property
     def __name__(self) -> str:  # read by torch.jit.script, which compiles hooks
         raise AttributeError(
-            "torch.jit.script cannot compile LocoProp's hooks, which a model has while the optimizer "
-            "lives, and copies made meanwhile keep. Delete the optimizer first, or use torch.export or "
-            "torch.jit.trace."
+            "torch.jit.script cannot compile LocoProp's hooks. A model has them while its optimizer "
+            "exists, and a copy of the model made during that time keeps them. Delete the optimizer "
+            "(and copy the model after that), or use torch.export or torch.jit.trace."
         )
 
     @property
     def is_inert(self) -> bool:
-        """True if the owner is gone, or the hook is a copy."""
+        """True if the hook does nothing: its owner was deleted, or the hook is a copy."""
         return self._owner() is None
 
     def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
@@ -70,10 +79,15 @@ class WeakHook:
 
 
 def hook_for(owner: ModelHooks, method: str, module: nn.Module) -> WeakHook:
-    """Return a hook whose ``__call__`` has a code object of its own.
+    """Return a :class:`WeakHook` whose ``__call__`` has its own code object.
 
-    The compiler caches what it made of a function by its code and gives up after eight versions, which
-    is how many models could share one code object.
+    ``torch.compile`` caches a function's versions by its code object and stops after eight versions. A
+    shared code object would therefore serve at most eight models.
+
+    Args:
+        owner: the object whose method is called.
+        method: the name of the method.
+        module: the module that the hook is on.
     """
     call = WeakHook.__call__
     code = call.__code__.replace()
@@ -83,7 +97,7 @@ def hook_for(owner: ModelHooks, method: str, module: nn.Module) -> WeakHook:
 
 
 def remove_inert(module: nn.Module) -> None:
-    """Remove hooks that do nothing, which copies and reloads of a model carry, from a module."""
+    """Remove inert hooks from a module; copies and reloads of a model have them."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
             if isinstance(hook, WeakHook) and hook.is_inert:
@@ -91,24 +105,28 @@ def remove_inert(module: nn.Module) -> None:
                 module._forward_hooks_with_kwargs.pop(key, None)
 
 
-# ---- what compiled graphs ask for ----------------------------------------------------------------
+# ---- for compiled graphs -------------------------------------------------------------------------
 
 
 def watchers_of(module: nn.Module) -> list[ModelHooks]:
-    """Return all that watch a module, the oldest first."""
+    """Return all :class:`~.hooks.ModelHooks` that watch a module, the oldest first."""
     return sorted((each for each in watchers if each.watches(module)), key=lambda w: w.serial)
 
 
 def hooked_module(key: str) -> nn.Module | None:
-    """Return the module on which the hook of this key sits; None if the hook is inert."""
+    """Return the module that the hook with this key is on; None if the hook is inert."""
     hook = _hooks.get(key)
     return None if hook is None or hook.is_inert else hook._module()
 
 
 def role(key: str) -> str:
-    """Return what a hook does when it is traced: "nothing", "python", "search" or "tap".
+    """Return what the hook with this key does when ``torch.compile`` traces it.
 
-    Where several hooks sit on one module, the first acts for all.
+    If several hooks are on one module, the oldest acts for all.
+
+    Returns:
+        "tap": insert the operator that records the layer's call. "search": search for transfers only.
+        "python": run as Python, with a graph break. "nothing": return at once.
     """
     hook, module = _hooks.get(key), hooked_module(key)
     if hook is None or module is None:
@@ -119,15 +137,15 @@ def role(key: str) -> str:
         return "python"  # labels are drawn from the model's output in the forward pass
     if hook._method != "after_layer":
         return "search"
-    sharing = watchers_of(module)
-    if sharing[0] is not owner:
+    on_module = watchers_of(module)
+    if on_module[0] is not owner:
         return "nothing"
-    served = [each.layers[module] for each in sharing if module in each.layers]
-    return "tap" if any(layer.trained for layer in served) else "search"
+    records = [each.layers[module] for each in on_module if module in each.layers]
+    return "tap" if any(layer.trained for layer in records) else "search"
 
 
 def mark_compiled(key: str) -> None:
-    """Mark the layers of a hook that breaks a compiled graph, so that the summary says so."""
+    """Mark all layers of a hook's owner as compiled, so that the summary reports the graph breaks."""
     hook = _hooks.get(key)
     owner = None if hook is None else hook._owner()
     if owner is not None:

@@ -56,7 +56,7 @@ def local_problem(
     of_row = scale / of_each / shares  # times the recorded gradient of a row
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
-        layer.follow_gradients()
+        layer.rescale_row_gradients()
     start = {name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()}
     base = start if relative else {}
     start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
@@ -145,7 +145,7 @@ def _recorded(layer: LayerRecord, of_row: float) -> Tensor | None:
     """Return ∂L/∂a over ``row_weight`` if it was recorded and is all of the layer's gradient."""
     if layer.obstacle:
         return None
-    layer.follow_gradients()
+    layer.rescale_row_gradients()
     return _scaled(layer.weighted_gradients(), of_row)
 
 

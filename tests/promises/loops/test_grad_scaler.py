@@ -116,7 +116,7 @@ def test_a_scale_does_change_what_is_recorded() -> None:
     scaler.unscale_(opt)
     layer = opt._layers[0]
     assert_close([layer.gradients()], [2.0**16 * expected])  # type: ignore[list-item, operator]
-    layer.follow_gradients()
+    layer.rescale_row_gradients()
     assert_close([layer.gradients()], [expected])  # type: ignore[list-item]
 
 
