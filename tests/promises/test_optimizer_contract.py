@@ -170,7 +170,7 @@ def test_summary_tells_of_modules_that_came_and_went() -> None:
     model.append(nn.LayerNorm(3).double())
     *_, gone, head, norm, _, total = opt.summary().splitlines()
     assert (gone.split()[0], head.split()[0], norm.split()[0]) == ("4", "4", "5")
-    assert gone.endswith("is not in the model any more")
+    assert gone.endswith("was removed from the model")
     assert head.endswith("was added after the optimizer was made: make a new optimizer")
     assert norm.endswith("was added after the optimizer was made: make a new optimizer")
     assert total == "5 modules; 59 of 80 parameters in local problems"

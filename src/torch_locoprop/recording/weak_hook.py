@@ -66,7 +66,7 @@ class WeakHook:
         raise AttributeError(
             "torch.jit.script cannot compile LocoProp's hooks. A model has them while its optimizer "
             "exists, and a copy of the model made during that time keeps them. Delete the optimizer "
-            "(and copy the model after that), or use torch.export or torch.jit.trace."
+            "first (and copy the model after that), or use torch.export or torch.jit.trace."
         )
 
     @property

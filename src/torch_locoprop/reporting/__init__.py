@@ -1,1 +1,1 @@
-"""What the optimizer tells its user: summary, diagnostics, warnings."""
+"""What the optimizer reports to its user: summary, diagnostics and warnings."""

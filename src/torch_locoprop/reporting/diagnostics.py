@@ -1,9 +1,6 @@
-"""What a step did in each layer: measured only where ``diagnose=True`` asks for it.
+"""The numbers of ``opt.diagnostics()``, as a table and as scalars.
 
-opt = LocoProp(model, diagnose=True)
-...
-print(opt.diagnostics())                          # a table
-opt.diagnostics().write(writer, step)             # scalars for a TensorBoard SummaryWriter
+How the numbers are measured is in ``stepping/measurements.py``.
 """
 
 from __future__ import annotations
@@ -21,40 +18,49 @@ from torch_locoprop.stepping.measurements import Measurements
 
 @dataclass(frozen=True)
 class LayerDiagnostics:
-    """One layer in the last step.
+    """The numbers of one layer in the last step.
 
-    ``loss_before`` and ``loss_after`` are of the local problem that the layer had in this step (between
-    those of ``every=`` that is LocoProp-S's), summed over rows or averaged as ``local_reduction`` says.
-    The matching loss is without its constant ``F*(y*)``, which depends on the target alone, so it may
-    be below zero; behind a linear transfer, and for all other losses, nothing is left out. Both are NaN
-    where the layer had no rows of its own to measure: it is not called, or its weight is used elsewhere
-    too. ``local_loss`` and ``backprop_loss`` are differences to the start: below zero is progress.
+    ``loss_before`` and ``loss_after`` are values of the local problem that the layer solved in this
+    step. With ``every=k``, the steps between those that solve the local problems are measured on
+    the problem of LocoProp-S. The values are summed over rows, or averaged, as ``local_reduction``
+    says. The matching loss leaves out its constant ``F*(y*)``, which depends on the target alone,
+    so its value may be negative; with a linear transfer, and for all other losses, the value is
+    complete. Both are NaN if the layer recorded no rows: its forward was not called, or its weight
+    is used outside of its forward too.
+
+    ``local_loss`` and ``backprop_loss`` are changes of the local loss: negative values are progress.
     """
 
     layer: str
-    loss_before: float  # at the weights of the start, after weight decay
-    loss_after: float  # at the solution, gated and capped, with its regularizer
-    local_loss: float  # the latter less the former
-    backprop_loss: float  # the same for the BackProp step −η γ G in place of the solution
-    displacement: float  # ‖Δ‖ / ‖W‖, Δ of weight and bias, W the weight alone, as for cap
-    cosine: float  # between Δ and the BackProp step
-    length: float  # ‖Δ‖ over that of the BackProp step
-    gated: int  # so far, before a resumption too, and likewise
-    capped: int
-    skipped: int  # as not finite
-    milliseconds: float
+    loss_before: float  # at the start of the local problem, after weight decay
+    loss_after: float  # at the solution after gate and cap, with the regularizer
+    local_loss: float  # loss_after − loss_before
+    backprop_loss: float  # the change of the local loss by the BackProp step −η γ G
+    displacement: float  # ‖Δ‖ / ‖W‖, with Δ of weight and bias and W the weight, as in cap=
+    cosine: float  # of the angle between Δ and the BackProp step
+    length: float  # ‖Δ‖ / ‖BackProp step‖
+    gated: int  # steps so far that the gate rejected; a resumed run continues the three counts
+    capped: int  # steps so far that the cap shortened
+    skipped: int  # steps so far that were not written because they were not finite
+    milliseconds: float  # time of the layer's step
 
     @classmethod
     def of(
         cls, layer: str, numbers: Mapping[str, Tensor | float], counts: Mapping[str, Tensor | int]
     ) -> LayerDiagnostics:
-        """From what was measured and counted on the device."""
+        """Return the diagnostics of a layer, with all numbers on the host.
+
+        Args:
+            layer: the layer's name.
+            numbers: what the last step measured, by field name.
+            counts: how many steps were gated, capped and skipped so far.
+        """
         values: dict[str, Any] = {name: float(value) for name, value in numbers.items()}
         values |= {name: int(counts.get(name, 0)) for name in ("gated", "capped", "skipped")}
         return cls(layer, **values)
 
     def scalars(self) -> dict[str, float]:
-        """The numbers by name, as far as they are known."""
+        """Return all known numbers by name; unknown losses are left out."""
         unknown = ("loss_before", "loss_after") if math.isnan(self.loss_before) else ()
         return {
             field.name: float(getattr(self, field.name))
@@ -63,7 +69,7 @@ class LayerDiagnostics:
         }
 
 
-# What the table shows; the columns have to fit into 80 characters.
+# The columns of the table, which has to fit into 80 characters.
 HEADINGS = {
     "loss_before": "before",
     "loss_after": "after",
@@ -79,11 +85,18 @@ HEADINGS = {
 
 
 class Diagnostics(Sequence[LayerDiagnostics]):
-    """All layers of the last step; prints as a table.
+    """The diagnostics of all layers in the last step: a sequence that prints as a table.
 
-    Its columns: the local loss before the step and after, its change, that of a BackProp step in its
-    place, ‖Δ‖/‖W‖, the cosine to the BackProp step, how often the layer was gated, capped and skipped
-    so far, and milliseconds. A dash is a number that is not known.
+    The columns are: the local loss before and after the step, its change, its change by a BackProp
+    step, ‖Δ‖/‖W‖, the cosine of the angle to the BackProp step, the numbers of gated, capped and
+    skipped steps so far, and the time in milliseconds. A dash means that a number is not known.
+
+    Example::
+
+        opt = LocoProp(model, diagnose=True)
+        ...
+        print(opt.diagnostics())                # a table
+        opt.diagnostics().write(writer, step)   # scalars for a TensorBoard SummaryWriter
     """
 
     def __init__(self, rows: Sequence[LayerDiagnostics]) -> None:
@@ -116,12 +129,18 @@ class Diagnostics(Sequence[LayerDiagnostics]):
         return table
 
     def write(self, writer: Any, step: int) -> None:
-        """Add every number that is known to a TensorBoard ``SummaryWriter``, as ``cosine/layer``."""
+        """Add all known numbers to a TensorBoard ``SummaryWriter``, as ``cosine/<layer>`` and so on.
+
+        Args:
+            writer: an object with ``add_scalar(tag, value, step)``.
+            step: the step to write them for.
+        """
         for row in self._rows:
             for name, value in row.scalars().items():
                 writer.add_scalar(f"{name}/{row.layer or 'model'}", value, step)
 
     def _cells(self) -> Iterator[list[str]]:
+        """Yield the cells of each row of the table."""
         for row in self._rows:
             known = row.scalars()
             numbers = [_short(known[name]) if name in known else "–" for name in HEADINGS]
@@ -129,7 +148,7 @@ class Diagnostics(Sequence[LayerDiagnostics]):
 
 
 def _short(number: float) -> str:
-    """In three digits, or all those of an integer up to a million; at most eight characters."""
+    """Return a number with three digits, or an integer below a million with all its digits."""
     if number.is_integer() and abs(number) < 1e6:
         return f"{number:.0f}"
     mantissa, e, exponent = f"{number:.3g}".partition("e")
@@ -141,7 +160,10 @@ def diagnostics_of(layers: Sequence[LayerRecord], measurements: Measurements | N
 
     Args:
         layers: all layers with a local problem.
-        measurements: what the step has measured of them; None if nothing is measured.
+        measurements: what the last step measured, by layer; None without ``diagnose=True``.
+
+    Raises:
+        RuntimeError: if the optimizer was made without ``diagnose=True``.
     """
     if measurements is None:
         raise RuntimeError("Nothing was measured. Make the optimizer with diagnose=True.")

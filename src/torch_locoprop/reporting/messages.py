@@ -1,4 +1,7 @@
-"""What the optimizer tells its user in warnings: each thing once, at the user's own line."""
+"""The warnings of an optimizer: each is issued once and points at the user's own line of code.
+
+Errors are raised where they are detected.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +11,31 @@ from collections.abc import Iterable
 
 from torch_locoprop.recording.layer_record import LayerRecord
 
-_OURS = ("torch", "torch_locoprop")
+_LIBRARIES = ("torch", "torch_locoprop")  # whose stack frames are not the user's code
 
 
 class Notices:
-    """The warnings of one optimizer; each topic is warned of once."""
+    """The warnings of one optimizer, at most one for each topic."""
 
     def __init__(self) -> None:
-        self._given: set[str] = set()
+        self._issued: set[str] = set()
 
     def once(self, topic: str, message: str) -> None:
-        """Warn, unless there was a warning of this topic before."""
-        if topic not in self._given:
-            self._given.add(topic)
-            warnings.warn(message, stacklevel=_level_of_the_user())
+        """Issue a warning, unless this object has issued one with the same topic before."""
+        if topic not in self._issued:
+            self._issued.add(topic)
+            warnings.warn(message, stacklevel=_user_stacklevel())
 
     def overwritten(self, layers: Iterable[str]) -> None:
-        """Warn of inputs that were written to before the step."""
+        """Warn that the recorded inputs of layers were written to before the step."""
         self.once(
             "overwritten",
-            f"The input of {_named(layers)} was written to between the forward pass and step(). Such "
-            "a layer takes one BackProp step, and keeps copies of its inputs from now on.",
+            f"The input of {_quoted(layers)} was written to between the forward pass and step(). Such "
+            "a layer takes one BackProp step now, and keeps copies of its inputs from now on.",
         )
 
     def not_called(self, layer: str) -> None:
-        """Warn of a layer with a gradient that no call of its forward explains."""
+        """Warn that a layer has a gradient although its forward was not called."""
         self.once(
             layer,
             f"Layer {layer!r} has a gradient, but its forward was not called (a functional use of its "
@@ -43,24 +46,24 @@ class Notices:
         """Warn that steps cannot be recorded as a CUDA graph."""
         self.once(
             "graph",
-            f"The step could not be recorded as a CUDA graph ({failure}) and is launched kernel by "
-            "kernel from now on. cuda_graph=False does so from the start.",
+            f"The step could not be recorded as a CUDA graph ({failure}). From now on its kernels are "
+            "launched one by one. Pass cuda_graph=False to do so from the start.",
         )
 
     def not_finite(self, layers: Iterable[str]) -> None:
-        """Warn of solutions that were not written because they are not finite."""
+        """Warn that local solutions were not written because they are not finite."""
         self.once(
             "skipped",
-            f"The local solution of {_named(layers)} was not finite and was not written; the layer "
+            f"The local solution of {_quoted(layers)} was not finite and was not written; the layer "
             "keeps its weights. A smaller lr or gamma usually helps. Further cases are counted in "
             "opt.skipped_updates without a warning.",
         )
 
     def hooked(self, layers: Iterable[LayerRecord]) -> None:
-        """Warn of parameter hooks whose changes PocoProp sees in its first iteration only.
+        """Warn about parameter hooks, whose effect on gradients the row gradients do not have.
 
         Args:
-            layers: the layers whose rows need gradients of their own.
+            layers: the layers whose problems need gradients of rows.
         """
         found = [
             layer.name
@@ -70,37 +73,37 @@ class Notices:
         if found:
             self.once(
                 "hooked",
-                f"The parameters of {_named(found)} have hooks. What these do to gradients, "
-                "PocoProp's first local iteration sees, and the others do not.",
+                f"The parameters of {_quoted(found)} have hooks. If these change gradients, the change "
+                "affects only the first local iteration of PocoProp, not the later ones.",
             )
 
     def drifting(self) -> None:
-        """Warn of processes that are not seen to average their gradients."""
+        """Warn that there are several processes, but no DDP module that averages gradients."""
         self.once(
             "processes",
             "torch.distributed has several processes, but no layer was called through "
-            "DistributedDataParallel (inside a compiled graph that is not seen). Each process solves "
-            "its local problems with its own rows only, so their weights drift apart unless "
-            "local_steps=1.",
+            "DistributedDataParallel (inside a compiled graph this cannot be detected). Each process "
+            "solves its local problems with its own rows only, so the weights of the processes drift "
+            "apart unless local_steps=1.",
         )
 
     def unknown_terms(self) -> None:
-        """Warn that the terms of a summed loss cannot be counted."""
+        """Warn that the number of terms of a summed loss is not known."""
         self.once(
             "terms",
-            'local_reduction="mean" divides a summed loss by the number of its terms, which is unknown '
-            "here: what the model returns is not the output of one layer with a local problem. The sum "
-            'is taken as it is. Give a loss with reduction="mean".',
+            'local_reduction="mean" divides a summed loss by the number of its terms. That number is '
+            "not known, because what the model returns is not the output of one layer with a local "
+            'problem. The sum is used without a division. Use a loss with reduction="mean".',
         )
 
 
-def _named(layers: Iterable[str]) -> str:
-    return ", ".join(map(repr, layers))
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
-def _level_of_the_user() -> int:
+def _user_stacklevel() -> int:
     """Return the stacklevel of the first caller that is neither this library nor PyTorch."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _OURS:
+    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     return level

@@ -1,4 +1,7 @@
-"""The table that ``opt.summary()`` prints: a row for every module with parameters."""
+"""The table of ``opt.summary()``, with a row for every module with parameters.
+
+The transfers and notes that it shows are found in ``recording/``.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,8 @@ from torch_locoprop.stepping.method import Plan, effective_variant
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 DETECTED_LATER = "transfer is detected in the first step"
 
-
-_LOOK_EVERY = 100  # steps between looks at an accelerator's skip counters: each is a host sync
+# Steps between two reads of an accelerator's counters: each read is a host sync.
+_READ_EVERY = 100
 
 
 def summary_of(
@@ -32,9 +35,9 @@ def summary_of(
         model: the model.
         layers: its layers with a local problem.
         unserved: its other modules with parameters.
-        plan: what the layers are asked to solve.
+        plan: the settings of each layer.
         given: all parameters that the optimizer trains.
-        trained_by: name of the optimizer of parameters without a local problem.
+        trained_by: name of the optimizer that trains parameters without a local problem.
     """
     present = set(model.modules())
     rows = [
@@ -55,18 +58,18 @@ def summary_of(
 def newly_skipped(
     layers: Iterable[LayerRecord], before: Mapping[str, Mapping[str, int]], steps: int
 ) -> list[str]:
-    """Return the layers with skipped updates, if there are more than before.
+    """Return the names of all layers with skipped updates, if updates were skipped in this run.
 
-    On an accelerator the counters are read only every hundred steps.
+    On an accelerator the counters are read every hundred steps only; in other steps the list is empty.
 
     Args:
         layers: all layers with a local problem.
-        before: counts at the last resumption, by layer.
+        before: the counts at the beginning of this run, by layer.
         steps: number of steps taken so far.
     """
     skips = {layer.name: layer.counts.get("skipped") for layer in layers}
     counters = {name: count for name, count in skips.items() if isinstance(count, Tensor)}
-    if not any(count.is_cpu or steps % _LOOK_EVERY == 0 for count in counters.values()):
+    if not any(count.is_cpu or steps % _READ_EVERY == 0 for count in counters.values()):
         return []
     if not any(
         int(count) > before.get(name, {}).get("skipped", 0) for name, count in counters.items()
@@ -78,9 +81,16 @@ def newly_skipped(
 def layer_row(
     layer: LayerRecord, asked_for: Variant, steps: int, in_model: bool
 ) -> tuple[str, ...]:
-    """A layer with a local problem, after so many steps."""
+    """Return the row of a layer with a local problem.
+
+    Args:
+        layer: the record of the layer.
+        asked_for: the variant that the settings ask for.
+        steps: number of steps taken so far.
+        in_model: False if the layer was removed from the model.
+    """
     if not in_model:
-        return layer.name, layer.kind.kind, "–", "–", "–", "is not in the model any more"
+        return layer.name, layer.kind.kind, "–", "–", "–", "was removed from the model"
     if not layer.is_intact:
         note = "its parameters were replaced: make a new optimizer"
         return layer.name, layer.kind.kind, "–", "–", "–", note
@@ -95,14 +105,26 @@ def layer_row(
 
 
 def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:
-    """A module without a local problem, and who trains it."""
+    """Return the row of a module without a local problem.
+
+    Args:
+        module: the module.
+        trained_by: name of the optimizer that trains it.
+    """
     frozen = not any(p.requires_grad for p in module.parameters)
     who, why = ("–", "frozen") if frozen else (trained_by, module.reason)
     return module.name or "(model)", module.kind, _shapes(module.parameters), "–", who, why
 
 
 def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skipped: int) -> str:
-    """How much of the model is in local problems, and how many updates were skipped."""
+    """Return the line below the table: parameters in local problems, and skipped updates.
+
+    Args:
+        modules: number of rows of the table.
+        layers: the layers with a local problem.
+        model: the model.
+        skipped: number of updates that were skipped so far.
+    """
     local = sum(p.numel() for layer in layers for p in layer.given)
     total = sum(p.numel() for p in model.parameters())
     text = f"{modules} modules; {local:,} of {total:,} parameters in local problems"
@@ -110,7 +132,7 @@ def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skippe
 
 
 def table(rows: Sequence[Sequence[str]], footer: str) -> str:
-    """Rows under :data:`HEADER`, columns padded to their widest entry."""
+    """Return rows as text under :data:`HEADER`, each column as wide as its widest entry."""
     widths = [max(len(row[i]) for row in (HEADER, *rows)) for i in range(len(HEADER))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
