@@ -13,33 +13,28 @@ from typing import Any, Unpack, overload
 import torch
 from torch import nn
 
-from torch_locoprop.config.arguments import with_settings
+from torch_locoprop.config.arguments import check_arguments, with_settings
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import (
     BOOKKEEPING,
-    Group,
     forget_other_solvers,
     merged,
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, check_names, with_guards
+from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, with_guards
 from torch_locoprop.distributed import ddp
-from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.transfers import Transfer, get
-from torch_locoprop.recording.layer_record import check_intact
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
 from torch_locoprop.recording.row_reduction import without_autocast
-from torch_locoprop.recording.transfer_assignment import check_mapping, decide_all, give_transfers
+from torch_locoprop.recording.transfer_assignment import decide_all, give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
 from torch_locoprop.reporting.messages import Notices
 from torch_locoprop.reporting.summary import newly_skipped, summary_of
-from torch_locoprop.solvers import FirstOrder
 from torch_locoprop.stepping.agreement import agree
-from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_recorded
-from torch_locoprop.stepping.graph_work import Trained, work_of
+from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.layer_optimizer import LayerOptimizer
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.outer_optimizer import OuterFactory, capped_step, make_outer
@@ -113,16 +108,7 @@ class LocoProp(LayerOptimizer):
         param_groups: Iterable[Mapping[str, Any]] | None = None,
         **settings: Unpack[Settings],
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise TypeError(
-                f"LocoProp takes the model itself, not {type(model).__name__}: the local problems "
-                "need the layers. Pass the nn.Module, and param_groups= to train a part of it."
-            )
-        check_names(settings, "argument of LocoProp")
-        check_mapping(transfers)
-        for name, switch in (("diagnose", diagnose), ("cuda_graph", cuda_graph)):
-            if not isinstance(switch, bool):
-                raise TypeError(f"{name}= is True or False, not {switch!r}.")
+        check_arguments(model, transfers, diagnose, cuda_graph, settings)
         model = getattr(model, "_orig_mod", model)  # of torch.compile
         self._model, self._apply, self._replays = model, apply, cuda_graph
         self._components, self._notices = Components(), Notices()
@@ -197,28 +183,6 @@ class LocoProp(LayerOptimizer):
         self._hooks.trace_loss(loss)
         return loss
 
-    def _layers_with_gradient(self) -> Trained:
-        """Return the layers that this step moves, with their tensors."""
-        check_intact(self._layers)
-        if self._measurements is not None:
-            self._measurements.clear()
-        return {layer: own for layer in self._layers if (own := layer.with_gradient)}
-
-    def _has_no_problems(self, trained: Trained, skipped: bool) -> bool:
-        """Return True if this step has no local problems for a good reason.
-
-        All layers with one are frozen and others are not; the closure gave no loss, which is how a
-        batch is skipped; or gradients and rates are zero, which is how a state is initialized.
-        """
-        if any(layer.calls for layer in trained):
-            return False
-        if trained:
-            gradients = [p.grad for own in trained.values() for p in own.values()]
-            still = all(float(group["lr"]) == 0 for group in self._local_groups())
-            return still and not any(bool(g.any()) for g in gradients if g is not None)
-        others = [group for group in self.param_groups if group["fallback"]]
-        return skipped or any(p.grad is not None for group in others for p in group["params"])
-
     def _set_targets(self, trained: Trained) -> LocalSteps:
         """Settle each layer's target and local loss from what the passes have recorded."""
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
@@ -246,6 +210,7 @@ class LocoProp(LayerOptimizer):
             self._notices.drifting()
         return LocalSteps(
             plan=self._plan,
+            components=self._components,
             group_of=self._group_of(),
             state=self.state,
             apply=self._apply,
@@ -256,30 +221,11 @@ class LocoProp(LayerOptimizer):
             draws_labels=self._hooks.draws_labels,
         )
 
-    def _loss_terms(self) -> float:
-        """Return how many terms the loss sums, where averages are asked for; otherwise 1."""
-        sums = self._hooks.loss_sums if self._loss_sums is None else self._loss_sums
-        if not sums:
-            return 1.0
-        terms = count_loss_terms(self._layers)
-        if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
-            self._notices.unknown_terms()
-        return float(terms or 1)
-
     def _iterate_locally(self, steps: LocalSteps, trained: Trained) -> Directions:
         """Run the local iterations of all layers; on a GPU, by replaying a CUDA graph if possible."""
-        device, *others = {layer.given[0].device for layer in trained}
-        with streams.on_device(device):
-            alone = self._hooks.processes is None and not others
-            if not self._replays or not alone or not graphs.can_record(device):
-                return steps.solve_all(trained)
-            groups = self._local_groups()
-            with self._graphs.rates_on_device(groups, device):
-                known = (self._plan, groups, self._components, self.state, steps.terms)
-                work = None if self._measurements is not None else work_of(trained, *known)
-                directions = self._graphs.take(work, lambda: steps.solve_all(trained))
-        if work is not None and self._apply == "replace":
-            torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
+        if not self._replays or self._hooks.processes is not None:
+            return steps.solve_all(trained)
+        directions = steps.solve_or_replay(trained, self._graphs, self._local_groups())
         if self._graphs.failure is not None:
             self._notices.not_recorded(self._graphs.failure)
         return directions
@@ -299,16 +245,16 @@ class LocoProp(LayerOptimizer):
         self._require()
         self._warn_of_skipped()
 
-    def _warn_of_skipped(self) -> None:
-        skipped = newly_skipped(self._layers, self._counted, self._local_groups()[0]["steps"])
-        if skipped:
-            self._notices.not_finite(skipped)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop what the layers have recorded."""
         super().zero_grad(set_to_none)
         for layer in self._layers:  # a graph that was retained may be gone through once more
             layer.clear()
+
+    def _warn_of_skipped(self) -> None:
+        skipped = newly_skipped(self._layers, self._counted, self._local_groups()[0]["steps"])
+        if skipped:
+            self._notices.not_finite(skipped)
 
     def count_replayed_step(self) -> None:
         """Account for a step that a CUDA graph of the whole training step has replayed."""
@@ -316,40 +262,19 @@ class LocoProp(LayerOptimizer):
             group["steps"] += 1
         self._warn_of_skipped()
 
-    def _groups_with_rates(self) -> list[Group]:
-        """Return the groups whose schedules move the rates of the outer optimizer."""
-        return [group for group in self.param_groups if group.get("local_lr") is not None]
-
     # ---- reports and state ---------------------------------------------------------------------
 
     def summary(self) -> str:
         """Return a table of all modules with parameters: what serves them, or why nothing does."""
-        others = self._outer if self._outer is not None and self._outer.trains_rest else None
-        trained_by = others.name if others else type(self._fallback).__name__
+        trained_by = "–" if self._fallback is None else type(self._fallback).__name__
+        if self._outer is not None and self._outer.trains_rest:
+            trained_by = self._outer.name
         known = {p for group in self.param_groups for p in group["params"]}
         return summary_of(self._model, self._layers, self._unserved, self._plan, known, trained_by)
 
     def diagnostics(self) -> Diagnostics:
         """Return what the last step did in each layer; needs ``diagnose=True``."""
         return diagnostics_of(self._layers, self._measurements)
-
-    @property
-    def skipped_updates(self) -> dict[str, int]:
-        """How often each layer's local solution was not finite and so was not written."""
-        return {layer.name: int(layer.counts.get("skipped", 0)) for layer in self._layers}
-
-    @property
-    def capturable(self) -> bool:
-        """True if a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
-        groups = self._local_groups()
-        return (
-            all(group["every"] == 1 and group["max_rows"] is None for group in groups)
-            and self._fallback is None
-            and self._outer is None
-            and self._measurements is None
-            and all(isinstance(self._components.solver(group), FirstOrder) for group in groups)
-            and not any("fisher" in layer.needs for layer in self._layers)
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this optimizer, of its fallback and of its outer optimizer."""

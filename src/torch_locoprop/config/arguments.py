@@ -1,12 +1,15 @@
-"""The constructor's signature and documentation, derived from the table of settings."""
+"""The constructor's signature and documentation, derived from the table of settings; its checks."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
-from torch_locoprop.config.settings import SETTINGS
+from torch import nn
+
+from torch_locoprop.config.settings import SETTINGS, unknown
 
 C = TypeVar("C", bound=type[Any])
 
@@ -28,6 +31,28 @@ def with_settings(cls: C) -> C:
     if cls.__doc__ is not None:  # which python -OO removes
         cls.__doc__ = cls.__doc__.replace("{settings}", _documentation())
     return cls
+
+
+def check_arguments(
+    model: object, transfers: object, diagnose: object, cuda_graph: object, settings: Iterable[str]
+) -> None:
+    """Raise ``TypeError`` for arguments of a wrong type, and for keywords that are no setting."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"LocoProp takes the model itself, not {type(model).__name__}: the local problems need "
+            "the layers. Pass the nn.Module, and param_groups= to train a part of it."
+        )
+    if transfers is not None and not isinstance(transfers, Mapping):
+        raise TypeError(
+            "transfers= takes a dictionary from the names of modules to transfers, not "
+            f"{type(transfers).__name__}."
+        )
+    for name, switch in (("diagnose", diagnose), ("cuda_graph", cuda_graph)):
+        if not isinstance(switch, bool):
+            raise TypeError(f"{name}= is True or False, not {switch!r}.")
+    for name in settings:
+        if name not in SETTINGS:
+            raise TypeError(unknown("argument of LocoProp", name, SETTINGS))
 
 
 def _documentation() -> str:

@@ -28,15 +28,6 @@ NOT_CALLED = "its forward is not called: it takes BackProp steps"
 USED_ELSEWHERE = "its weight is used outside of its forward too: it takes BackProp steps"
 
 
-def check_mapping(transfers: object) -> None:
-    """Raise ``TypeError`` unless ``transfers=`` is a mapping or None."""
-    if transfers is not None and not isinstance(transfers, Mapping):
-        raise TypeError(
-            "transfers= takes a dictionary from the names of modules to transfers, not "
-            f"{type(transfers).__name__}."
-        )
-
-
 def decide_all(
     layers: Sequence[LayerRecord],
     hooks: ModelHooks,

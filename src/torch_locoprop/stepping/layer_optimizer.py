@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -22,14 +22,20 @@ from torch_locoprop.config.groups import (
 from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
-from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.layer_record import LayerRecord, check_intact
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.recording.transfer_assignment import give_transfers
+from torch_locoprop.solvers import FirstOrder
+from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
+from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Outer
 from torch_locoprop.stepping.requirements import require
+
+if TYPE_CHECKING:
+    from torch_locoprop.reporting.messages import Notices
 
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
 _KEPT = (
@@ -47,6 +53,8 @@ class LayerOptimizer(WithFallback):
     _given_transfers: dict[str, str | Transfer]  # by module name
     _output_transfer: Transfer | None
     _loss_transfer: Transfer | None  # read from loss_fn
+    _loss_sums: bool | None  # whether loss_fn sums its terms
+    _notices: Notices
     _patterns: tuple[str, ...] | None  # of the layers to serve
     _measurements: Measurements | None
     _outer: Outer | None
@@ -98,9 +106,65 @@ class LayerOptimizer(WithFallback):
         if not self._plan.is_current and all(layer.starts_afresh() for layer in self._layers):
             self._require()
 
+    @property
+    def skipped_updates(self) -> dict[str, int]:
+        """How often each layer's local solution was not finite and so was not written."""
+        return {layer.name: int(layer.counts.get("skipped", 0)) for layer in self._layers}
+
+    @property
+    def capturable(self) -> bool:
+        """True if a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
+        groups = self._local_groups()
+        return (
+            all(group["every"] == 1 and group["max_rows"] is None for group in groups)
+            and self._fallback is None
+            and self._outer is None
+            and self._measurements is None
+            and all(isinstance(self._components.solver(group), FirstOrder) for group in groups)
+            and not any("fisher" in layer.needs for layer in self._layers)
+        )
+
     def _counts(self) -> dict[str, dict[str, int]]:
         """Return how often each layer's solutions were skipped, gated and capped."""
         return {layer.name: layer.counted() for layer in self._layers}
+
+    # ---- what a step has before it -------------------------------------------------------------
+
+    def _layers_with_gradient(self) -> Trained:
+        """Return the layers that this step moves, with their tensors."""
+        check_intact(self._layers)
+        if self._measurements is not None:
+            self._measurements.clear()
+        return {layer: own for layer in self._layers if (own := layer.with_gradient)}
+
+    def _has_no_problems(self, trained: Trained, skipped: bool) -> bool:
+        """Return True if this step has no local problems for a good reason.
+
+        All layers with one are frozen and others are not; the closure gave no loss, which is how a
+        batch is skipped; or gradients and rates are zero, which is how a state is initialized.
+        """
+        if any(layer.calls for layer in trained):
+            return False
+        if trained:
+            gradients = [p.grad for own in trained.values() for p in own.values()]
+            still = all(float(group["lr"]) == 0 for group in self._local_groups())
+            return still and not any(bool(g.any()) for g in gradients if g is not None)
+        others = [group for group in self.param_groups if group["fallback"]]
+        return skipped or any(p.grad is not None for group in others for p in group["params"])
+
+    def _loss_terms(self) -> float:
+        """Return how many terms the loss sums, where averages are asked for; otherwise 1."""
+        sums = self._hooks.loss_sums if self._loss_sums is None else self._loss_sums
+        if not sums:
+            return 1.0
+        terms = count_loss_terms(self._layers)
+        if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
+            self._notices.unknown_terms()
+        return float(terms or 1)
+
+    def _groups_with_rates(self) -> list[Group]:
+        """Return the groups whose schedules move the rates of the outer optimizer."""
+        return [group for group in self.param_groups if group.get("local_lr") is not None]
 
     # ---- parameter groups ----------------------------------------------------------------------
 

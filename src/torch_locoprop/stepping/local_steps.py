@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
+from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import Group, numbers
 from torch_locoprop.fast import dispatch
-from torch_locoprop.fast.dispatch import streams
+from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
@@ -18,6 +20,7 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED
 from torch_locoprop.solvers.base import States
 from torch_locoprop.stepping.build_problem import local_problem, running_fisher
+from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.method import Method, Plan
@@ -41,6 +44,7 @@ class LocalSteps:
     """One step of all layers, with the settings and states of the optimizer that takes it."""
 
     plan: Plan
+    components: Components
     group_of: Mapping[nn.Parameter, Group]
     state: MutableMapping[Any, Tensors]  # solver states by parameter
     apply: str  # "replace", "gradient" or "nothing"
@@ -65,6 +69,28 @@ class LocalSteps:
                     timed(self.measurements, layer.name, device),
                 ):
                     directions |= self.solve(layer)
+        return directions
+
+    def solve_or_replay(
+        self, layers: Trained, step_graphs: graphs.StepGraphs, groups: Sequence[Group]
+    ) -> Directions:
+        """Solve every layer's problem, by replaying a CUDA graph if the same work was recorded.
+
+        Args:
+            layers: the layers with the tensors that the step moves.
+            step_graphs: the recordings of earlier steps.
+            groups: the groups of local problems.
+        """
+        device, *others = {layer.given[0].device for layer in layers}
+        with streams.on_device(device):
+            if others or not graphs.can_record(device):
+                return self.solve_all(layers)
+            with step_graphs.rates_on_device(groups, device):
+                known = (self.plan, groups, self.components, self.state, self.terms)
+                work = None if self.measurements is not None else work_of(layers, *known)
+                directions = step_graphs.take(work, lambda: self.solve_all(layers))
+        if work is not None and self.apply == "replace":
+            torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
         return directions
 
     def solve(self, layer: LayerRecord) -> Directions:
