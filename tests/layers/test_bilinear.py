@@ -152,7 +152,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("options", OPTIONS, ids=lambda own: ", ".join(map(str, own.values())))
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda own: ", ".join(own))
 def test_a_step_is_that_of_the_linear_layer(options: dict[str, Any], bias: bool) -> None:
     explicit, model = pairs(bias)
     opt = locoprop(model, **options)
