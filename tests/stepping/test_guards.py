@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.stepping import guards
-from torch_locoprop.stepping.guards import falls, shorten
+from torch_locoprop.stepping.guards import cap_factor, decreases_objective
 
 X, Y = batch(8, 6), batch(8, 3, seed=2)
 
@@ -179,13 +179,13 @@ def test_a_bias_is_capped_by_a_frozen_weight() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_factor(dtype: torch.dtype) -> None:
     zero, one = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
-    assert shorten([zero], [zero], 1.0) == 1
-    assert shorten([one], [zero], 1.0) == 1
-    assert shorten([zero], [one], 1.0) == 1
-    assert shorten([2 * one, one], [one], 1.0) == pytest.approx(5**-0.5)
-    assert shorten([one], [4 * one], 0.5) == 1
+    assert cap_factor([zero], [zero], 1.0) == 1
+    assert cap_factor([one], [zero], 1.0) == 1
+    assert cap_factor([zero], [one], 1.0) == 1
+    assert cap_factor([2 * one, one], [one], 1.0) == pytest.approx(5**-0.5)
+    assert cap_factor([one], [4 * one], 0.5) == 1
     large = torch.full((100,), 6e4, dtype=dtype)  # whose norm float16 cannot hold
-    assert shorten([large], [large], 0.5) == 0.5
+    assert cap_factor([large], [large], 0.5) == 0.5
 
 
 # Gate -------------------------------------------------------------------------------------------
@@ -254,10 +254,10 @@ def tiny_steps(request: pytest.FixtureRequest) -> tuple[LocoProp, Solved]:
     def noted(problem: LocalProblem, new: dict[str, Tensor]) -> Tensor:
         start = {name: t.clone() for name, t in problem.start.items()}  # the step writes over it
         seen.append((replace(problem, start=start), {k: t.clone() for k, t in new.items()}))
-        return falls(problem, new)
+        return decreases_objective(problem, new)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(guards, "falls", noted)
+        patch.setattr(guards, "decreases_objective", noted)
         for _ in range(5):
             opt.zero_grad()
             cross_entropy(model(x), x).backward()
@@ -273,7 +273,7 @@ def test_a_rise_as_small_closes_it(tiny_steps: tuple[LocoProp, Solved]) -> None:
     """The same steps, uphill."""
     for problem, new in tiny_steps[1][-6:]:
         uphill = {name: 2 * problem.start[name] - t for name, t in new.items()}
-        assert not falls(problem, uphill)
+        assert not decreases_objective(problem, uphill)
 
 
 def test_the_objective_has_the_digits_of_a_small_step(tiny_steps: tuple[LocoProp, Solved]) -> None:

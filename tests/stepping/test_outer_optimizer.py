@@ -275,7 +275,7 @@ def test_an_outer_optimizer_of_too_many_or_too_few() -> None:
         with pytest.raises(ValueError, match="Leave fallback= and maximize= out"):
             loco(model, adam_of(model), **options)  # type: ignore[arg-type]
     for params in ([model[0].weight], [*model[0].parameters(), *model[1].parameters()]):
-        with pytest.raises(ValueError, match="or an optimizer of all"):
+        with pytest.raises(ValueError, match="or an optimizer of all parameters"):
             loco(model, torch.optim.SGD(params, lr=0.1))  # type: ignore[arg-type]
 
 
@@ -542,8 +542,8 @@ def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimize
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"apply": "gradient"}, "give both"),
-        ({"outer": OUTER["sgd"]}, "give both"),
+        ({"apply": "gradient"}, "Pass both"),
+        ({"outer": OUTER["sgd"]}, "Pass both"),
         ({"apply": "something"}, "Unknown apply 'something'"),
         ({"apply": "gradient", "outer": OUTER["sgd"], "weight_decay": 0.1}, "a setting of that"),
         ({"apply": "gradient", "outer": OUTER["sgd"], "lr": 0.0}, "must be > 0"),

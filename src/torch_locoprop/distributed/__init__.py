@@ -1,1 +1,1 @@
-"""Several processes that train one model."""
+"""Training one model with several processes."""

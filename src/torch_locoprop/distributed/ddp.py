@@ -1,8 +1,8 @@
-"""Processes that train one model under ``DistributedDataParallel``.
+"""Local problems whose rows are on several processes, under ``DistributedDataParallel``.
 
-DDP averages the gradients of its processes. A local problem also needs what the rows add in its
-iterations. Added up over the processes, that is the sum over all their rows, so every process finds the
-same solution, which is the solution of one process with the whole batch.
+DDP averages the gradients of its processes. The local iterations after the first also need sums over
+rows. Each process computes these sums over its own rows, and an all-reduce adds them up. Every process
+therefore finds the same solution: that of one process with the whole batch.
 
 Functions here take tensors and numbers; they know neither layers nor settings.
 """
@@ -20,22 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 class LayerFacts(NamedTuple):
-    """What one process knows of a layer in this step."""
+    """What one process knows about a layer in this step."""
 
-    rows: int
-    has_rows: bool
-    has_gram: bool  # instead of rows
-    role: str  # transfer and place in the model, which must be the same in all processes
+    rows: int  # number of rows
+    has_rows: bool  # rows, or XᵀX, were recorded
+    has_gram: bool  # XᵀX was kept in place of rows
+    role: str  # transfer and place in the model; must be the same in all processes
 
 
 @dataclass(frozen=True)
-class Together:
-    """What all processes together know of a layer before they solve its problem."""
+class SharedFacts:
+    """What every process knows about a layer after the exchange of :class:`LayerFacts`."""
 
-    group: Any  # of torch.distributed
-    rows: int  # of all processes
-    all_have_rows: bool  # every process has rows and sees the layer in the same role
-    some_have_gram: bool  # a process keeps XᵀX instead of its rows
+    group: Any  # the process group of torch.distributed
+    rows: int  # number of rows of all processes
+    all_have_rows: bool  # every process has rows and the same role of the layer
+    some_have_gram: bool  # at least one process keeps XᵀX in place of its rows
 
     @property
     def processes(self) -> int:
@@ -43,7 +43,11 @@ class Together:
         return torch.distributed.get_world_size(self.group)
 
     def average(self, mean: Tensor) -> Tensor:
-        """Return the mean over the processes of what is a mean over rows in each."""
+        """Return the mean over all processes.
+
+        Args:
+            mean: this process's mean over its rows.
+        """
         mean = mean.clone()
         Exchange(self, mean=True).add_up([mean])
         return mean
@@ -51,38 +55,51 @@ class Together:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Adds up, over the processes, what each has of its own rows of one problem."""
+    """Adds up, over all processes, sums that each computes over its own rows of one problem.
 
-    together: Together
-    mean: bool  # divide by the number of processes: a row counts its share in its process's mean
+    Args:
+        facts: what every process knows about the layer.
+        mean: divide the sums by the number of processes, for a loss that is a mean over rows.
+    """
+
+    facts: SharedFacts
+    mean: bool
 
     @property
     def rows(self) -> int:
-        """The number of rows of all processes together."""
-        return self.together.rows
+        """The number of rows of all processes."""
+        return self.facts.rows
 
     @property
     def some_have_gram(self) -> bool:
-        """True if a process keeps XᵀX in place of its rows."""
-        return self.together.some_have_gram
+        """True if at least one process keeps XᵀX in place of its rows."""
+        return self.facts.some_have_gram
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place and in all processes, by its sum over them."""
+        """Replace each tensor, in place, by its sum over all processes (by its mean, if ``mean``)."""
         for tensor in tensors:
             whole = tensor.contiguous()
-            torch.distributed.all_reduce(whole, group=self.together.group)
+            torch.distributed.all_reduce(whole, group=self.facts.group)
             if self.mean:
-                whole /= self.together.processes
+                whole /= self.facts.processes
             if whole is not tensor:
                 tensor.copy_(whole)
 
     def average(self, mean: Tensor) -> Tensor:
-        """Return the mean over the processes of what is a mean over rows in each."""
-        return self.together.average(mean)
+        """Return the mean over all processes.
+
+        Args:
+            mean: this process's mean over its rows.
+        """
+        return self.facts.average(mean)
 
 
 def averaging_processes() -> Any:
-    """Return the process group of the DDP module whose forward pass runs now; None if there is none."""
+    """Return the process group of the DDP module whose forward pass is running.
+
+    Returns:
+        The group; None if no DDP module is running, or if it has one process only.
+    """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
@@ -93,33 +110,34 @@ def averaging_processes() -> Any:
 
 def agree(
     group: Any, layers: Sequence[LayerFacts], terms: float, device: torch.device
-) -> tuple[list[Together], float]:
-    """Exchange, in one reduction, what all processes know of their layers.
+) -> tuple[list[SharedFacts], float]:
+    """Exchange what the processes know about their layers, in one all-reduce.
 
     Args:
         group: the process group.
         layers: this process's facts, for the same layers in every process.
         terms: number of terms that this process's loss sums.
-        device: where the reduction runs.
+        device: the device for the all-reduce.
 
     Returns:
-        What all know of each layer, and the mean of the numbers of terms.
+        The shared facts of each layer, and the mean of ``terms`` over the processes.
     """
     own = [float(number) for layer in layers for number in _numbers(layer)]
     sums = torch.tensor([*own, terms], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(sums, group=group)
-    *all_known, terms = sums.tolist()
+    *of_layers, terms = sums.tolist()
     world = torch.distributed.get_world_size(group)
     found = []
     for i in range(len(layers)):
-        rows, with_rows, with_gram, roles, squares = all_known[5 * i : 5 * i + 5]
-        alike = world * squares == roles**2
-        found.append(Together(group, int(rows), alike and with_rows == world, with_gram > 0))
+        rows, with_rows, with_gram, roles, squares = of_layers[5 * i : 5 * i + 5]
+        equal_roles = world * squares == roles**2  # by the Cauchy–Schwarz inequality
+        all_have_rows = equal_roles and with_rows == world
+        found.append(SharedFacts(group, int(rows), all_have_rows, with_gram > 0))
     return found, terms / world
 
 
 def _numbers(layer: LayerFacts) -> tuple[int, ...]:
-    """Return the facts as numbers that can be summed; equal roles show in the sum of squares."""
+    """Return the facts as numbers whose sums over processes are enough for :func:`agree`."""
     role = zlib.crc32(layer.role.encode()) % 9973
     return layer.rows, layer.has_rows, layer.has_gram, role, role**2
 

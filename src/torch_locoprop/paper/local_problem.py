@@ -165,6 +165,16 @@ class LocalProblem:
             change = change * self._own_weights
         return self._after_first(self._exchanged(self._weighted(self._weight_grad(change))))
 
+    @property
+    def weight(self) -> Tensor:
+        """The layer's weight at the start ``[..., d, n]``, trained or frozen."""
+        return (self.fixed | self.start | self.base)["weight"]
+
+    @property
+    def backprop_step(self) -> Tensors:
+        """The displacement by one plain gradient step, ``−η δ₀ᵀX``, for each trained tensor."""
+        return {name: -self.eta * g for name, g in self.first_gradient.items()}
+
     def displacement(self, at: Tensors) -> Tensors:
         """Return ``Δ = W̃ − W``, the unknown of Eq. 9, for each trained tensor."""
         return {name: value - self.start[name] for name, value in at.items()}

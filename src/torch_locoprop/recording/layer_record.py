@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.distributed.ddp import LayerFacts, Together
+from torch_locoprop.distributed.ddp import LayerFacts, SharedFacts
 from torch_locoprop.fast import dispatch
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.paper.gram import RowUse
@@ -69,7 +69,7 @@ class LayerRecord:
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
-    together: Together | None = None  # what all processes know of the layer
+    shared_facts: SharedFacts | None = None  # what all processes know about the layer
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to

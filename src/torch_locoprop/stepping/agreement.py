@@ -1,4 +1,4 @@
-"""What several processes agree on before they solve their layers' problems together."""
+"""The exchange of facts between processes before they solve their layers' problems."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ from torch_locoprop.recording.layer_record import LayerRecord
 
 
 def agree(processes: Any, layers: Sequence[LayerRecord], terms: float) -> float:
-    """Set on all layers what all processes know of them; return the mean number of loss terms.
+    """Exchange what the processes know about their layers, and set ``shared_facts`` of each layer.
 
     Args:
         processes: the process group.
         layers: the layers that this step moves, the same in every process.
         terms: number of terms that this process's loss sums.
+
+    Returns:
+        The mean of ``terms`` over the processes.
     """
     device = layers[0].given[0].device
     found, terms = ddp.agree(processes, [layer.facts for layer in layers], terms, device)
-    for layer, together in zip(layers, found, strict=True):
-        layer.together = together
+    for layer, facts in zip(layers, found, strict=True):
+        layer.shared_facts = facts
     return terms

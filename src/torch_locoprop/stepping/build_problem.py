@@ -50,9 +50,9 @@ def local_problem(
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
-    exchange = None if layer.together is None else Exchange(layer.together, mean)
+    exchange = None if layer.shared_facts is None else Exchange(layer.shared_facts, mean)
     # DDP divides the gradient of a row by the number of processes, the sum over rows does not.
-    shares = 1 if exchange is None or mean else exchange.together.processes
+    shares = 1 if exchange is None or mean else exchange.facts.processes
     of_row = scale / of_each / shares  # times the recorded gradient of a row
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
@@ -106,8 +106,8 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
     if component is None or sampled is None:
         return running if component else None
     moment = second_moment(sampled)
-    if layer.together is not None:
-        moment = layer.together.average(moment)
+    if layer.shared_facts is not None:
+        moment = layer.shared_facts.average(moment)
     return running_average(running, moment, component.decay)
 
 

@@ -1,4 +1,7 @@
-"""Parameters with no local problem: an ordinary optimizer trains them inside ours."""
+"""The fallback: an ordinary optimizer inside ours, for the parameters without a local problem.
+
+Which parameters these are is decided in ``recording/model_scan.py``.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +18,22 @@ FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 class WithFallback(torch.optim.Optimizer):
-    """An optimizer of layers that hands what it cannot serve to another one.
+    """Base class of optimizers that leave parameters without a local problem to a fallback.
 
-    The fallback's groups stand among our own, marked, and both share one state, so schedulers,
-    ``zero_grad`` and state dicts see all parameters.
+    ``param_groups`` includes the fallback's groups, with ``group["fallback"]`` True, and both
+    optimizers share one ``state``. Schedulers, ``zero_grad`` and state dicts therefore cover all
+    parameters.
     """
 
     _fallback: torch.optim.Optimizer | None
 
     def _add_to_fallback(self, params: list[nn.Parameter], factory: FallbackFactory | None) -> None:
-        """Let the fallback, made now if there is none, train these too."""
+        """Give parameters to the fallback, which is made if there is none yet.
+
+        Args:
+            params: parameters without a local problem.
+            factory: makes the fallback; None makes AdamW, with a warning.
+        """
         if not params:
             return
         if self._fallback is not None:
@@ -39,7 +48,7 @@ class WithFallback(torch.optim.Optimizer):
         self._link_fallback()
 
     def _link_fallback(self) -> None:
-        """Share groups and state again, after either was replaced."""
+        """Share groups and state with the fallback again, after one of them was replaced."""
         if self._fallback is not None:
             self._fallback.param_groups = [g for g in self.param_groups if g["fallback"]]
             self._fallback.state = self.state
@@ -54,39 +63,50 @@ class WithFallback(torch.optim.Optimizer):
 
 
 def move_state(optimizer: torch.optim.Optimizer) -> None:
-    """Bring an optimizer's state to the device the model was moved to, in a precision of its own."""
+    """Move an optimizer's state to the devices of its parameters; the dtypes of the state stay."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                # Steps are counted on the host.
+                # PyTorch's optimizers keep their step counts on the host.
                 if torch.is_tensor(value) and value.device != parameter.device and name != "step":
                     state[name] = value.to(parameter.device)
 
 
 def check_recorded(layers: Iterable[LayerRecord]) -> None:
-    """Raise if no backward pass has gone through any of the layers with a gradient."""
+    """Raise ``RuntimeError`` if no layer with a gradient has recorded a backward pass."""
     if not any(layer.calls or layer.obstacle for layer in layers):
         raise RuntimeError(
             "No layer recorded a backward pass since the last step, so there is nothing to do. "
             "Call loss.backward() before step() and zero_grad() after it, and compute the loss "
-            "with the model this optimizer was made for, with gradients enabled. If that model was "
-            "compiled and called before the optimizer was made, call torch.compiler.reset(): what "
-            "is compiled already knows no hooks. If another model of its class is compiled too, set "
-            "torch._dynamo.config.skip_nnmodule_hook_guards = False: the compiler does not tell one "
-            "with hooks from one without. Compiled autograd runs none either: turn it off. The "
-            "replicas of nn.DataParallel are not seen: use DistributedDataParallel."
+            "with the model this optimizer was made for, with gradients enabled. Other causes: "
+            "(1) The model was compiled and called before the optimizer was made; its compiled graphs "
+            "have no hooks. Call torch.compiler.reset(). "
+            "(2) Another model of the same class is compiled too; the compiler does not distinguish "
+            "models with hooks from models without. Set "
+            "torch._dynamo.config.skip_nnmodule_hook_guards = False. "
+            "(3) Compiled autograd is on, which runs no hooks. Turn it off. "
+            "(4) nn.DataParallel is used, whose replicas have no hooks. Use DistributedDataParallel."
         )
 
 
 def make_fallback(
     factory: FallbackFactory | None, params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """The optimizer of parameters with no local problem: the user's, or AdamW and a warning."""
+    """Return the optimizer of the parameters without a local problem.
+
+    Args:
+        factory: the user's ``fallback=``; None makes ``AdamW(lr=1e-3)``, with a warning.
+        params: the parameters without a local problem.
+
+    Raises:
+        TypeError: if ``factory`` is not callable or does not return a suitable optimizer.
+        ValueError: if the optimizer does not train exactly ``params``.
+    """
     if factory is None:
         warnings.warn(
-            f"{len(params)} parameters have no local problem and get AdamW(lr=1e-3). Choose for "
-            "yourself with fallback=; print(opt.summary()) names them.",
+            f"{len(params)} parameters have no local problem and get AdamW(lr=1e-3). Pass fallback= "
+            "to choose another optimizer. print(opt.summary()) lists these parameters.",
             stacklevel=4,
         )
         return torch.optim.AdamW(params, lr=1e-3)
@@ -103,5 +123,7 @@ def make_fallback(
             f"fallback= must return a torch.optim.Optimizer, not {type(fallback).__name__}."
         )
     if {p for group in fallback.param_groups for p in group["params"]} != set(params):
-        raise ValueError("fallback= must make an optimizer of exactly the parameters it is given.")
+        raise ValueError(
+            "fallback= must return an optimizer of exactly the parameters it is given."
+        )
     return fallback

@@ -1,8 +1,8 @@
-"""What keeps a local solution from overshooting: a cap on its length, and a gate on its local loss.
+"""Guards against local solutions that overshoot: ``cap=`` limits their length, ``gate=`` rejects them.
 
-Both act on the displacement of one layer, weight and bias together, and are off unless asked for. One
-factor for both keeps its direction, along which a convex local loss still falls, and lets a bias that
-is near zero move as far as the layer may.
+Both act on the displacement of one layer, and both are off by default. The cap scales weight and
+bias by one common factor. This keeps the direction of the displacement, along which a convex local
+loss still decreases, and lets a bias near zero move as far as the weight allows.
 """
 
 from __future__ import annotations
@@ -20,52 +20,63 @@ from torch_locoprop.stepping.write_back import all_finite
 
 @dataclass(frozen=True)
 class Guarded:
-    """A solution that may be applied, and whether it had to be changed for that."""
+    """A solution after the guards, with boolean scalars that say what they changed."""
 
     new: Tensors
-    gated: Tensor | None = None  # the BackProp step stands in for it
-    capped: Tensor | None = None  # it was shortened
+    gated: Tensor | None = None  # the BackProp step replaced the solution; None without gate=
+    capped: Tensor | None = None  # the displacement was shortened; None without cap=
 
 
 def guarded(
     problem: LocalProblem, new: Tensors, *, gate: bool, cap: float | None, cap_by: str
 ) -> Guarded:
-    """The solution, or the BackProp step where the gate closes, no longer than the cap allows.
+    """Return the solution after gate and cap. A solution that they accept keeps every bit.
 
-    What they leave alone they leave to the last bit.
+    Args:
+        problem: the local problem.
+        new: its solution.
+        gate: replace the solution by the BackProp step if it does not decrease the objective.
+        cap: the longest displacement, relative to the norm that ``cap_by`` names; None: no limit.
+        cap_by: "weight" for the norm of the weight, otherwise that of the BackProp step.
     """
     if not gate and cap is None:
         return Guarded(new)
-    start, closed, over = problem.start, None, None
-    backprop = {name: -problem.eta * g for name, g in problem.first_gradient.items()}
+    start, gated, capped = problem.start, None, None
+    backprop = problem.backprop_step
     if gate:
-        closed = ~falls(problem, new)
-        new = {k: torch.where(closed, start[k] + backprop[k], t) for k, t in new.items()}
+        gated = ~decreases_objective(problem, new)
+        new = {k: torch.where(gated, start[k] + backprop[k], t) for k, t in new.items()}
     if cap is not None:
         moved = problem.displacement(new)
-        weight = (problem.fixed | start | problem.base)["weight"]
-        factor = shorten(moved.values(), [weight] if cap_by == "weight" else backprop.values(), cap)
-        over = factor < 1
-        new = {k: torch.where(over, start[k] + factor * moved[k], t) for k, t in new.items()}
-    return Guarded(new, closed, over)
+        reference = [problem.weight] if cap_by == "weight" else backprop.values()
+        factor = cap_factor(moved.values(), reference, cap)
+        capped = factor < 1
+        new = {k: torch.where(capped, start[k] + factor * moved[k], t) for k, t in new.items()}
+    return Guarded(new, gated, capped)
 
 
 def drop_momentum(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) -> None:
-    """Set momenta to zero where the gate is closed: they would repeat the step it has rejected."""
+    """Set momenta to zero if the gate has rejected the solution, which they would repeat.
+
+    Args:
+        states: the solver states of a layer's tensors.
+        gated: a boolean scalar: True if the solution was rejected; None without ``gate=``.
+    """
     for state in states:
         if gated is not None and "momentum" in state:
             state["momentum"].masked_fill_(gated, 0.0)
 
 
-def falls(problem: LocalProblem, new: Tensors) -> Tensor:
-    """Whether the solution is finite and its local objective below that of the start."""
+def decreases_objective(problem: LocalProblem, new: Tensors) -> Tensor:
+    """Return a boolean scalar: True if a solution is finite and its objective not above the start's."""
     return all_finite(list(new.values())) & (problem.objective(new) <= 0)
 
 
-def shorten(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:
-    """The factor, at most one, that makes ``‖moved‖ ≤ cap · ‖reference‖``.
+def cap_factor(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:
+    """Return the largest factor, at most 1, with ``factor · ‖moved‖ ≤ cap · ‖reference‖``.
 
-    One where the reference is zero, as in LARS: nothing that starts at zero could ever leave it.
+    The factor is 1 if the reference is zero, as in LARS: otherwise a weight that starts at zero could
+    never move.
     """
     length, norm = _norm(moved), _norm(reference)
     allowed = cap * norm
@@ -73,10 +84,10 @@ def shorten(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) ->
 
 
 def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Of all their entries together, in float32 at least."""
+    """Return the norm of all entries of all tensors, in float32 or wider."""
     norms = [
         torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
         for t in tensors
     ]
-    together: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return together
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return norm

@@ -99,7 +99,7 @@ class LocalSteps:
         owner, parameter = next(iter(trained.items()))
         group, method = self.plan.group(layer), self.plan.method_now(layer)
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
-        if unrecorded and layer.together is None:
+        if unrecorded and layer.shared_facts is None:
             gradients = {p: p.grad for p in trained.values() if p.grad is not None}
             if not any(bool(g.any()) for g in gradients.values()):
                 return gradients if self.has_outer else {}

@@ -1,4 +1,4 @@
-"""What a step did in one layer, in numbers: measured only if ``diagnose=True`` asks for it.
+"""Measures what a step did in each layer, for ``diagnose=True``.
 
 How the numbers are shown is in ``reporting/diagnostics.py``.
 """
@@ -15,19 +15,17 @@ from torch import Tensor
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors, join
 
-Measurements = dict[str, dict[str, Tensor | float]]  # by layer
+Measurements = dict[str, dict[str, Tensor | float]]  # by layer, then by name of the number
 
 
 @contextmanager
-def timed(
-    measurements: dict[str, dict[str, Tensor | float]] | None, layer: str, device: torch.device
-) -> Iterator[None]:
-    """Add the milliseconds inside to a layer's measurements, if layers are measured.
+def timed(measurements: Measurements | None, layer: str, device: torch.device) -> Iterator[None]:
+    """Add the time that the context takes to a layer's ``milliseconds``.
 
     Args:
-        measurements: by layer; None if nothing is measured.
+        measurements: the measurements of all layers; None measures nothing.
         layer: the layer's name.
-        device: whose work is waited for.
+        device: the device of the layer; its work inside the context is waited for.
     """
     if measurements is None:
         yield
@@ -46,27 +44,31 @@ def _now(device: torch.device) -> float:
 
 
 def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
-    """Return the numbers of one solution, most as tensors on the device.
+    """Return the numbers of :class:`~torch_locoprop.reporting.diagnostics.LayerDiagnostics` by name.
 
-    ``milliseconds`` starts below zero, at what measuring takes, so that :func:`timed` leaves it out.
+    ``milliseconds`` is minus the time that this function takes, so that the sum with what :func:`timed`
+    adds is the time of the step alone. The other numbers are scalars on the device.
+
+    Args:
+        problem: a layer's local problem.
+        new: its solution, after the guards.
     """
     device = next(iter(new.values())).device
     began = _now(device)
     moved, start = problem.displacement(new), problem.start
-    backprop = {name: -problem.eta * g for name, g in problem.first_gradient.items()}
-    step = {name: start[name] + t for name, t in backprop.items()}
-    weight = (problem.fixed | start | problem.base)["weight"]
+    backprop = problem.backprop_step
+    after_backprop = {name: start[name] + t for name, t in backprop.items()}
     tiny = torch.finfo(next(iter(new.values())).dtype).tiny
     delta, direction = join(moved).flatten(), join(backprop).flatten()
-    length, plain = delta.norm(), direction.norm()
+    length, backprop_length = delta.norm(), direction.norm()
     before, change = problem.objective_at_start(), problem.objective(new)
     found: dict[str, Tensor | float] = {
         "loss_before": before,
         "loss_after": before + change,
         "local_loss": change,
-        "backprop_loss": problem.objective(step),
-        "displacement": length / weight.norm().clamp_min(tiny),
-        "cosine": (delta / length.clamp_min(tiny)) @ (direction / plain.clamp_min(tiny)),
-        "length": length / plain.clamp_min(tiny),
+        "backprop_loss": problem.objective(after_backprop),
+        "displacement": length / problem.weight.norm().clamp_min(tiny),
+        "cosine": (delta / length.clamp_min(tiny)) @ (direction / backprop_length.clamp_min(tiny)),
+        "length": length / backprop_length.clamp_min(tiny),
     }
     return found | {"milliseconds": began - _now(device)}

@@ -93,7 +93,7 @@ class Plan:
     def method_now(self, layer: LayerRecord) -> Method:
         """Return how the layer's problem is solved in this step, with the rows that were recorded."""
         method = self.method(layer)
-        rows = layer.has_rows if layer.together is None else layer.together.all_have_rows
+        rows = layer.has_rows if layer.shared_facts is None else layer.shared_facts.all_have_rows
         return method if rows else method.as_backprop()
 
     def asked_variant(self, layer: LayerRecord) -> Variant:

@@ -1,13 +1,14 @@
-"""``apply="gradient"``: the local displacement goes as a gradient to an optimizer of the user's choice.
+"""The outer optimizer of ``apply="gradient"``: it gets the local displacements as gradients.
 
-With the local problem at learning rate η, target distance γ and solution Δ, the outer optimizer sees
+For a local problem with learning rate η, target distance γ and solution Δ, the outer optimizer gets the
+gradient
 
-    −Δ / (η γ) ,
+    −Δ / (η γ) .
 
-which for one plain local iteration is the gradient of the loss itself.
+For one plain local iteration this is the gradient of the loss itself.
 
-A cap relative to the weight holds for what that optimizer writes: many of them, such as AdamW and Muon,
-take no notice of the length of a gradient.
+A cap relative to the weight limits what the outer optimizer writes, not the gradient it gets: many
+optimizers, such as AdamW and Muon, ignore the length of a gradient.
 """
 
 from __future__ import annotations
@@ -25,22 +26,31 @@ from torch_locoprop.config.settings import unknown
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.fallback_optimizer import move_state
-from torch_locoprop.stepping.guards import Guarded, shorten
+from torch_locoprop.stepping.guards import Guarded, cap_factor
 from torch_locoprop.stepping.write_back import write_if
 
-SAME = 1e-6  # of a learning rate: schedules round
+RATE_TOLERANCE = 1e-6  # relative difference of equal learning rates, which schedules round
 APPLY = ("replace", "gradient", "nothing")
 
 Optimizers = Optimizer | Sequence[Optimizer]
 OuterFactory = Callable[[list[nn.Parameter]], Optimizers] | Optimizers
-"""What ``outer=`` takes: optimizers, or what makes them of the parameters it is given."""
+"""The type of ``outer=``: optimizers, or a function of the parameters that returns optimizers."""
 
 
 class Outer:
-    """One or several optimizers that together train the parameters of all local problems.
+    """One or several optimizers that train the parameters of all local problems.
 
-    Or all parameters, the ``rest`` too, for which there is no fallback then. Those that were made by
-    the user may lack what is frozen.
+    An optimizer that the user has made may train the ``rest`` too, and there is no fallback then. It
+    need not have parameters that are frozen.
+
+    Args:
+        factory: the user's ``outer=``.
+        params: the parameters of all local problems.
+        rest: the parameters without a local problem.
+
+    Raises:
+        TypeError: if ``factory`` is not, or does not return, optimizers that need no closure.
+        ValueError: if the optimizers train other parameters.
     """
 
     def __init__(
@@ -69,41 +79,59 @@ class Outer:
         if len(trained) != len(known) or not known <= set(expected) or lacking:
             raise ValueError(
                 "outer= must train exactly the parameters of the layers with a local problem, each of "
-                "them once, or all that this optimizer trains. Give a function of the former, such as "
-                "outer=lambda params: torch.optim.SGD(params, lr), or an optimizer of all."
+                "them once, or all parameters that this optimizer trains. Pass a function of the "
+                "former, such as outer=lambda params: torch.optim.SGD(params, lr), or an optimizer of "
+                "all parameters."
             )
         self._params = params
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     @property
     def name(self) -> str:
+        """The class names of the optimizers, for the summary."""
         return " and ".join(type(optimizer).__name__ for optimizer in self.optimizers)
 
     def factors(self, groups: Sequence[Group]) -> dict[nn.Parameter, float]:
-        """What schedules have made of each parameter's learning rate since the beginning."""
+        """Return the present over the first learning rate of each parameter, as schedules set it.
+
+        Args:
+            groups: LocoProp's groups, whose learning rates schedules change.
+
+        Raises:
+            RuntimeError: if parameters that the optimizers do not have were unfrozen.
+            ValueError: if one group of the optimizers has parameters with different factors.
+        """
         if any(p.grad is not None for p in self._missing):
             raise RuntimeError(
-                "outer= lacks parameters that were frozen when this optimizer was made, and are no "
-                "longer. Make a new one, with an outer= of all that is trained."
+                "outer= does not have some parameters that were frozen when this optimizer was made "
+                "and are trained now. Make a new LocoProp with an outer= of all trained parameters."
             )
-        each = [float(group["lr"]) / float(group["local_lr"]) for group in groups]
-        found = {p: f for group, f in zip(groups, each, strict=True) for p in group["params"]}
-        inside = [[found[p] for p in group["params"]] or [1.0] for group in self.param_groups]
-        if any(max(own) - min(own) > SAME * max(own) for own in inside):
+        of_groups = [float(group["lr"]) / float(group["local_lr"]) for group in groups]
+        factors = {
+            p: f for group, f in zip(groups, of_groups, strict=True) for p in group["params"]
+        }
+        of_outer = [[factors[p] for p in group["params"]] or [1.0] for group in self.param_groups]
+        if any(max(own) - min(own) > RATE_TOLERANCE * max(own) for own in of_outer):
             raise ValueError(
-                "Schedules have made the learning rates of LocoProp's groups different parts of what "
-                "they were, and a group of outer= has parameters of several. Give outer= a group for "
-                "each of them."
+                "Schedules have changed the learning rates of LocoProp's groups by different factors, "
+                "and one group of outer= has parameters of several of these groups. Give outer= a "
+                "group for each of them."
             )
-        return found
+        return factors
 
     def step(
         self, directions: Mapping[nn.Parameter, Tensor], factors: Mapping[nn.Parameter, float]
     ) -> None:
-        """Step with the directions for gradients, at the learning rates times ``factors``."""
+        """Take a step of all optimizers.
+
+        Args:
+            directions: the gradient of each parameter for this step; other parameters have none.
+            factors: the factor of each parameter's learning rate for this step.
+        """
         rates = [(group, group["lr"]) for group in self.param_groups if group["params"]]
         gradients = [(p, p.grad) for p in self._params]
         try:
@@ -115,30 +143,33 @@ class Outer:
                 move_state(optimizer)
                 optimizer.step()
         finally:
-            for group, lr in rates:  # which schedules of its own may move
+            # The rates and gradients of before: schedules of the outer optimizer change its rates.
+            for group, lr in rates:
                 group["lr"] = lr
             for p, gradient in gradients:
                 p.grad = gradient
 
     def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state dicts of all optimizers."""
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
     def check_loadable(self, states: Sequence[dict[str, Any]]) -> None:
-        """Raise if the state dicts are those of others."""
+        """Raise ``ValueError`` if the state dicts are not those of such optimizers."""
         if len(states) != len(self.optimizers):
             raise ValueError(
-                f"The state dict has {len(states)} outer optimizers, and here are "
+                f"The state dict has {len(states)} outer optimizers, but this optimizer has "
                 f"{len(self.optimizers)}. Make this optimizer with the same outer=."
             )
         for optimizer, state in zip(self.optimizers, states, strict=True):
             saved, here = (_sizes(each) for each in (state["param_groups"], optimizer.param_groups))
             if saved != here:
                 raise ValueError(
-                    f"Groups of outer= have {here} parameters, and {saved} in the state dict. Make "
-                    "this optimizer with the same outer=."
+                    f"The groups of outer= have {here} parameters, but those in the state dict have "
+                    f"{saved}. Make this optimizer with the same outer=."
                 )
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Load the state dicts of all optimizers."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
             for group in optimizer.param_groups:  # of a version whose schedules moved lr itself
@@ -152,16 +183,26 @@ def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
 def make_outer(
     apply: str, factory: OuterFactory | None, groups: list[Group], rest: list[nn.Parameter]
 ) -> Outer | None:
-    """The optimizer of the groups' parameters, where the user asked for one.
+    """Return the outer optimizer of the groups' parameters; None if the user asked for none.
 
-    The groups note the learning rate of the local problem, which schedules leave alone from now on.
+    With an outer optimizer each group also gets ``local_lr``, the learning rate of its local problems,
+    which schedules do not change.
+
+    Args:
+        apply: "replace", "gradient" or "nothing".
+        factory: the user's ``outer=``.
+        groups: the groups of the parameters with a local problem.
+        rest: the parameters without a local problem.
+
+    Raises:
+        ValueError: if ``apply``, ``outer`` and the settings of the groups do not fit together.
     """
     if apply not in APPLY:
         raise ValueError(unknown("apply", apply, APPLY))
     if apply != "nothing" and (apply == "gradient") != (factory is not None):
         raise ValueError(
-            'apply="gradient" hands the local displacement to an optimizer that outer= makes: '
-            "give both, such as outer=lambda params: torch.optim.AdamW(params, lr=1e-3), or none."
+            'apply="gradient" passes the local displacements to the optimizer of outer=. Pass both, '
+            "such as outer=lambda params: torch.optim.AdamW(params, lr=1e-3), or neither."
         )
     if factory is None:
         return None
@@ -169,8 +210,8 @@ def make_outer(
         if group["weight_decay"] != 0 or not float(group["lr"]) > 0:
             raise ValueError(
                 f"Invalid weight_decay={group['weight_decay']}, lr={group['lr']}. With outer=, "
-                "weight decay is a setting of that optimizer, and lr, which shapes the local problem, "
-                "must be > 0."
+                "weight decay is a setting of that optimizer, and lr, the learning rate of the local "
+                "problem, must be > 0."
             )
         group["local_lr"] = float(group["lr"])
     return Outer(factory, [p for group in groups for p in group["params"]], rest)
@@ -184,10 +225,19 @@ def as_gradients(
     plain: bool,
     group_of: Mapping[nn.Parameter, Group],
 ) -> dict[nn.Parameter, Tensor]:
-    """A layer's displacements as the gradients that would have made them.
+    """Return a layer's displacements as gradients ``−Δ / (η γ)`` for an outer optimizer.
 
-    Where they are the BackProp step, because it is ``plain`` or the gate is closed, those are the
-    gradients of the problem to the last bit; the ordinary ones where the solution is not finite.
+    If the displacement is the BackProp step, because of ``plain`` or the gate, the gradients are
+    those of the problem, with the same bits. If the solution is not finite, they are the gradients
+    of the loss.
+
+    Args:
+        layer: the record of the layer.
+        problem: its local problem.
+        found: the solution after the guards; ``found.new`` are displacements.
+        ok: a boolean scalar: True if the solution is finite.
+        plain: True if the solution is a BackProp step.
+        group_of: the group of each parameter.
     """
     is_backprop: bool | Tensor = plain if found.gated is None else found.gated | plain
     if found.capped is not None:
@@ -209,7 +259,7 @@ def as_gradients(
 
 
 def caps_outer(apply: str, group: Group) -> bool:
-    """Whether the group's cap is for what the outer optimizer writes, not for what it is given."""
+    """Return True if a group's cap limits what the outer optimizer writes, not its gradients."""
     return apply == "gradient" and group["cap"] is not None and group["cap_by"] == "weight"
 
 
@@ -219,7 +269,13 @@ def capped_step(
     trained: Mapping[LayerRecord, Mapping[str, nn.Parameter]],
     group_of: Mapping[nn.Parameter, Group],
 ) -> Iterator[None]:
-    """Shorten what the outer optimizer does to a layer inside, where :func:`caps_outer`."""
+    """Apply the caps of :func:`caps_outer` to the outer optimizer's step inside the context.
+
+    Args:
+        apply: "replace", "gradient" or "nothing".
+        trained: the parameters that this step moves, by layer and name.
+        group_of: the group of each parameter.
+    """
     capped = [layer for layer in trained if caps_outer(apply, group_of[layer.given[0]])]
     before = {layer: {p: p.clone() for p in trained[layer].values()} for layer in capped}
     yield
@@ -227,7 +283,7 @@ def capped_step(
         weight = layer.tensors["weight"]
         moved = {p: p - old for p, old in start.items()}
         cap = group_of[layer.given[0]]["cap"]
-        factor = shorten(moved.values(), [start.get(weight, weight)], cap)
+        factor = cap_factor(moved.values(), [start.get(weight, weight)], cap)
         over = factor < 1
         write_if(over, [(start[p] + factor * change, p) for p, change in moved.items()])
         layer.count("capped", over)

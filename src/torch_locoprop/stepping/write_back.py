@@ -1,8 +1,7 @@
-"""Writing solutions and solver states back: only where they are finite, and in place.
+"""Writes solutions and solver states to parameters and state: only finite ones, and in place.
 
-Tensors stay where they are, so that a CUDA graph that reads them goes on from where it was. A
-population of K problems has one flag for each member; everything here takes ``ok`` as a single flag
-or ``[K]``.
+Tensors keep their addresses, so that CUDA graphs can read them again. A population of K problems has
+one flag for each member; every function here takes ``ok`` as a single flag or as ``[K]``.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from torch_locoprop.solvers.base import Checked, States
 
 
 def state_like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Tensors:
-    """Return a parameter's state in its dtype and on its device, should the model have been moved.
+    """Return a parameter's state in the parameter's dtype and on its device.
 
     Args:
-        parameter: the parameter.
-        state: what the solver keeps of it.
-        without: an entry to leave out.
+        parameter: the parameter, which may have been moved since the last step.
+        state: the solver's state of the parameter.
+        without: the name of an entry to leave out.
     """
     return {
         key: value.to(parameter.device) if key == "step" else value.to(parameter)
@@ -33,14 +32,14 @@ def state_like(parameter: nn.Parameter, state: Tensors, without: str = "") -> Te
 
 
 def is_finite(new: Tensors, states: Mapping[str, Tensors]) -> Tensor:
-    """Return whether a solution and the solver states after it are all finite."""
+    """Return a boolean scalar: True if a solution and the solver states after it are finite."""
     if isinstance(new, Checked):
         return new.finite[0]
     return all_finite(_entries(new, states))
 
 
 def finite_members(new: Tensors, states: States, members: int) -> Tensor:
-    """Return, for each member of a population, whether its solution and states are finite: ``[K]``."""
+    """Return booleans ``[K]``: True for each member whose solution and solver states are finite."""
     if isinstance(new, Checked):
         return new.finite
     tensors = [t for t in _entries(new, states) if t.dim() > 0]
@@ -51,9 +50,12 @@ def finite_members(new: Tensors, states: States, members: int) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return whether every entry of the tensors, which are on one device, is finite.
+    """Return a boolean scalar: True if every entry of the tensors is finite.
 
-    Looks at their largest entries: on a CPU, looking at each takes far longer.
+    Only the extreme entries are checked: on a CPU, ``isfinite`` of all entries takes far longer.
+
+    Args:
+        tensors: tensors on one device.
     """
     fast = dispatch.finite(tensors)
     if fast is not None:
@@ -84,9 +86,15 @@ def write_if(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def state_pairs(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return the new entries of a state with the old ones that they are to be written over.
+    """Return pairs of new and old entries of a state, for :func:`write_if`.
 
-    Entries that do not fit over old ones are put into ``state`` here, if ``ok``.
+    If an entry cannot be written in place, all entries are put into ``state`` at once (if ``ok``), and
+    no pairs are returned.
+
+    Args:
+        state: the state, which may have no entries yet.
+        new: the new entries.
+        ok: a boolean scalar: True if the new entries may be used.
     """
     if all(_fits(state.get(key), entry) for key, entry in new.items()):
         return [(entry, state[key]) for key, entry in new.items() if entry is not state[key]]
