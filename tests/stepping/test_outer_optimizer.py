@@ -496,16 +496,6 @@ def test_resume_continues_bit_for_bit(outer: str) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_a_state_of_a_version_whose_schedules_moved_the_outer_rate() -> None:
-    model = network()
-    opt = loco(model, lambda ps: torch.optim.SGD(ps, lr=0.1))
-    state = copy.deepcopy(opt.state_dict())
-    state["outer"][0]["param_groups"][0] |= {"lr": 0.01, "base_lr": 0.1}
-    opt.load_state_dict(state)
-    assert opt._outer is not None
-    assert [(g["lr"], "base_lr" in g) for g in opt._outer.param_groups] == [(0.1, False)]
-
-
 def test_a_state_of_another_kind_is_refused() -> None:
     plain = LocoProp(network(), output_transfer="sigmoid")
     other = loco(network(), OUTER["sgd"])

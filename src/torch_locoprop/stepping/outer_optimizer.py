@@ -172,8 +172,6 @@ class Outer:
         """Load the state dicts of all optimizers."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
-            for group in optimizer.param_groups:  # of a version whose schedules moved lr itself
-                group["lr"] = group.pop("base_lr", group["lr"])
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
