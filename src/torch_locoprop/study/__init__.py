@@ -1,1 +1,16 @@
-"""The deep-autoencoder study: data, model, schedule, training, figures. Needs the extra `study`."""
+"""The study of LocoProp on deep autoencoders; needs the extra ``study``.
+
+Each package imports only those before it in this list:
+
+- ``data``: the data sets.
+- ``models``: the autoencoders.
+- ``methods``: one record for each method that is compared.
+- ``training``: one run, and populations of runs.
+- ``tuning``: the search for settings.
+- ``figures``: the figures of the paper.
+- ``report``: an HTML page over many runs.
+- ``demo``: a comparison of four methods in about a minute.
+- ``cli``: the command ``locoprop``.
+
+``atomic_files`` and ``machine`` are used by several packages and import none of them.
+"""

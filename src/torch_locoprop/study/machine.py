@@ -1,4 +1,4 @@
-"""The machine that a run runs on: what it is, its memory, its precision and its random numbers."""
+"""The machine of a run: its description, peak memory, precision of products, random numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ import torch_locoprop
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Return what a result has to record of where it was made."""
+    """Return the versions and the machine that a result records.
+
+    Args:
+        device: ``cpu`` or ``cuda``.
+    """
     gpu = device == "cuda"
     return {
         "torch_locoprop": torch_locoprop.__version__,
@@ -29,8 +33,11 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Measure the most memory from now on; where that cannot be told, from the process's start."""
-    gc.collect()  # earlier runs of this process would count
+    """Start a new measurement of peak memory.
+
+    Where the system cannot do this, peak memory is measured from the start of the process.
+    """
+    gc.collect()  # else tensors of earlier runs in this process would count
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     with suppress(OSError):
@@ -38,7 +45,7 @@ def forget_peak(device: torch.device) -> None:
 
 
 def memory_mib(device: torch.device) -> float:
-    """The most memory so far: of the device, or of this process where that is the CPU."""
+    """Return the peak memory in MiB: of the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     if sys.platform == "win32":
@@ -51,7 +58,7 @@ def memory_mib(device: torch.device) -> float:
 
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """Matrix products of the GPU in this precision, and as before afterwards."""
+    """Compute matrix products on the GPU in ``fp32`` or TF32 within this context."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee" if precision == "fp32" else "tf32"
@@ -63,7 +70,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 @contextmanager
 def own_randomness(device: str) -> Iterator[None]:
-    """Leave the caller's random numbers as they were."""
+    """Restore the random number generators of the caller after this context."""
     numpy_state = np.random.get_state()
     gpu = [torch.cuda.current_device()] if device == "cuda" else []
     try:

@@ -96,10 +96,10 @@ def test_resume_needs_only_the_folder(run: Any) -> None:
     lines = Path("there/metrics.jsonl").read_text()
     code, _, err = run("train", *TINY, "-m", "adam", "--out", "there")
     assert code == 1
-    assert "there has a run already" in err
+    assert "there already has a run" in err
     code, out, err = run("train", "--resume", "--out", "there")
     assert code == 0
-    assert "there is finished already" in err
+    assert "there is already finished" in err
     assert out.startswith("adam: ")
     assert Path("there/metrics.jsonl").read_text() == lines
     code, _, err = run("train", "--resume", "--out", "there", "--seed", "3")
@@ -114,7 +114,7 @@ def test_resume_needs_only_the_folder(run: Any) -> None:
 def test_resuming_what_is_not_there_says_so(run: Any) -> None:
     code, _, err = run("train", *TINY, "-m", "adam", "--out", "elsewhere", "--resume")
     assert code == 0
-    assert "No run to go on with in elsewhere: a new one begins." in err
+    assert "No run to continue in elsewhere; starting a new one." in err
     code, _, err = run("train", *TINY, "-m", "adam", "--out", "elsewhere", "--resume")
     assert "No run" not in err
 
@@ -154,11 +154,11 @@ def test_compare_ranks_and_reuses(run: Any) -> None:
     assert code == 0
     assert "curves" in out
     assert len(list(Path("runs").iterdir())) == 2
-    assert "finished already" not in err
+    assert "already finished" not in err
     code, out, err = run(
         "compare", "adam", "kfac@3", "sgd", *TINY, "--set", "adam.lr=1e-2", "--json"
     )
-    assert err.count("finished already") == 2
+    assert err.count("already finished") == 2
     results = json.loads(out)
     losses = [result["train_loss"] for result in results]
     assert losses == sorted(losses)
@@ -256,7 +256,7 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run: Any) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 1
     assert err.startswith("there/checkpoint.pt: ")
-    assert err.endswith("Make room, then go on with --resume.\n")
+    assert err.endswith("Free some space, then continue with --resume.\n")
     assert run("train", "--resume", "--out", "there")[0] == 0
     assert result_of("there").finished
 
@@ -274,7 +274,7 @@ def test_an_unwritable_place_that_nobody_chose_is_one_sentence(run: Any) -> None
     Path("runs").write_text("")
     code, _, err = run("train", *TINY, "--quiet")
     assert code == 1
-    assert err.endswith("Not a directory. Go to a folder that you can write to.\n")
+    assert err.endswith("Not a directory. Change to a folder that you can write to.\n")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

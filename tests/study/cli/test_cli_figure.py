@@ -55,7 +55,7 @@ def test_it_makes_a_figure_and_reuses_its_runs(run: Any) -> None:
     code, out, err = run("relu", "--quick", *FEW)
     assert code == 0
     assert out == "relu: figures/relu.png, figures/relu.pdf\n"
-    assert "3 runs are missing; they go to runs." in err
+    assert "3 runs are missing; they are made in runs." in err
     assert "curves 784-6-3 adam (2 of 3 runs)  epoch 2/2" in err
     pictures = [Path(f"figures/relu.{kind}").read_bytes() for kind in ("png", "pdf")]
     code, out, err = run("relu", "--quick", *FEW, "--json")
@@ -86,13 +86,13 @@ def test_nothing_to_draw_is_told_and_is_exit_code_one(run: Any) -> None:
     assert code == 1
     assert [made["files"] for made in json.loads(out)] == [[], []]
     assert err == (
-        "Nothing was drawn: none of the runs asked for is in here or there. Leave out "
-        "--only-existing to run what is missing, or name the folder of the runs with --runs.\n"
+        "Nothing was drawn: none of the runs is in here or there. Leave out "
+        "--only-existing to train missing runs, or give the folder of the runs with --runs.\n"
     )
     code, out, err = run(*words, "matching-loss")
     assert code == 0, "one of them was drawn"
     assert out == "matching-loss: figures/matching-loss.png, figures/matching-loss.pdf\n"
-    assert "relu: none of its runs is there, so it is not drawn." in err
+    assert "relu: none of its runs exists, so it is not drawn." in err
 
 
 def test_tuned_settings_and_epochs_reach_the_runs(run: Any) -> None:
@@ -105,7 +105,7 @@ def test_tuned_settings_and_epochs_reach_the_runs(run: Any) -> None:
         words += ["--config", f"{name}.json"]
     code, out, err = run("relu", "s-vs-m", "--quick", *FEW, *words, "--epochs", "1", "--json")
     assert code == 0
-    assert "No line takes the settings of rmsprop for curves." in err
+    assert "No line uses the settings of rmsprop for curves." in err
     relu, by_steps = (
         [result_of(folder).config for folder in made["runs"]] for made in json.loads(out)
     )
@@ -138,7 +138,7 @@ def test_ctrl_c_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(run_jobs, "run", interrupted)
     code, _, err = run("relu", "--quick", *FEW)
     assert code == 130
-    assert err.endswith("Interrupted. The same command goes on where it stopped.\n")
+    assert err.endswith("Interrupted. Give the same command again to continue.\n")
 
 
 def test_a_failed_run_is_told_and_is_exit_code_one(
@@ -162,7 +162,7 @@ def test_a_full_disk_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch
     assert code == 1
     assert err == (
         "runs/a/checkpoint.pt: No space left on device. "
-        "Make room, then give the same command again.\n"
+        "Free some space, then give the same command again.\n"
     )
 
 
@@ -207,7 +207,7 @@ def test_without_matplotlib_the_extra_is_named() -> None:
         (["relo"], "Did you mean 'relu'?"),
         (["relu", "--without", "shampo@1"], "Did you mean 'shampoo'?"),
         (["relu", "--seeds", "0,x"], "Invalid --seeds '0,x'"),
-        (["relu", "--device", "cpu", "--precision", "tf32"], "precision='tf32' is for GPUs"),
+        (["relu", "--device", "cpu", "--precision", "tf32"], "precision='tf32' needs a GPU"),
         (["relu", "--device", "tpu"], "Unknown device 'tpu'"),
         (["relu", "--config", "missing.json"], "missing.json: No such file"),
         (["matching-loss", "--out", "file/figures"], "that you can write to with --out."),

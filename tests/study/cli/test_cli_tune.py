@@ -108,7 +108,7 @@ def test_a_search_that_finds_nothing_says_so(run: Any) -> None:
     )
     assert code == 1
     assert out.startswith("5 diverged: tuning/")
-    assert err.startswith("No trial of 5 came to its end with a finite loss.")
+    assert err.startswith("None of 5 trials finished with a finite loss.")
     assert "--range lr=LOW:HIGH" in err
 
 
@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_sentence_and_the_search_goes_on_later(run: Any, limi
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert code == 1
     assert err.startswith("there/")
-    assert err.endswith("Make room, then give the same command again.\n")
+    assert err.endswith("Free some space, then give the same command again.\n")
     assert len(err.splitlines()) == 1
     code, out, _ = run("tune", *TINY, "--out", "there", "--json")
     assert code == 0
@@ -212,7 +212,7 @@ def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     assert process.returncode == 130
     assert "Traceback" not in rest
     advice = rest.splitlines()[-1]
-    assert f"Go on with: locoprop tune --out '{folder}' --trials 100000 --population 3" in advice
+    assert f"Continue with: locoprop tune --out '{folder}' --trials 100000 --population 3" in advice
     assert advice.endswith("--no-pruning")
     there = len((folder / "trials.jsonl").read_text().splitlines())
     more = ["tune", "--out", str(folder), "--trials", str(there), "--json", "--quiet"]

@@ -42,7 +42,7 @@ def test_a_comparison_that_was_interrupted_goes_on_as_a_whole(
     with monkeypatch.context() as patch:
         patch.setattr(shared, "run", interrupted)
         code, _, err = run(*words)
-    assert (code, err) == (130, "Interrupted. The same command goes on where it stopped.\n")
+    assert (code, err) == (130, "Interrupted. Give the same command again to continue.\n")
     code, out, _ = run(*words, "--json")
     assert [each["finished"] for each in json.loads(out)] == [True, True]
 
@@ -58,9 +58,9 @@ def test_the_version(run: Any) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ({"method": 3}, "Invalid method=3. Must be a name."),
-        ({"model": 784}, "Invalid model=784. Must be a name."),
-        ({"settings": [1]}, "Invalid settings=[1]. Must be names with values."),
+        ({"method": 3}, "Invalid method=3. Must be a string."),
+        ({"model": 784}, "Invalid model=784. Must be a string."),
+        ({"settings": [1]}, "Invalid settings=[1]. Must be a dictionary."),
     ],
 )
 def test_a_configuration_file_with_values_of_another_type(
@@ -102,7 +102,7 @@ def test_a_search_with_a_description_that_makes_no_sense(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train", "--device", "gpu"], "Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which GPU."),
+        (["train", "--device", "gpu"], "Known: cpu, cuda; CUDA_VISIBLE_DEVICES selects the GPU."),
         (["train", "--seed", "9" * 30], "Must be below 2**63."),
         (["train", "--model", f"12-{10**15}"], "There is not enough memory. Use a smaller"),
         (["figure", "all", "wid"], "Unknown figure 'wid'. Did you mean 'wide'?"),

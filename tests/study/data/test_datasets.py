@@ -174,7 +174,7 @@ def test_a_bad_file_is_an_error_that_names_it(fake: FakeSet, tmp_path: Path, cas
 
 def test_files_of_another_data_set_are_refused(fake: FakeSet, tmp_path: Path) -> None:
     folder = write(tmp_path / "given", FakeSet(seed=1).plain)
-    with pytest.raises(DatasetError, match="It is not the file of mnist"):
+    with pytest.raises(DatasetError, match="It is not the published file of mnist"):
         load("mnist", folder)
 
 
@@ -312,7 +312,7 @@ def test_a_cut_matlab_file_is_an_error(tmp_path: Path, keep: int) -> None:
 def test_scipy_missing_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     savemat(tmp_path / "digs3pts_1.mat", matrices())
     monkeypatch.setitem(sys.modules, "scipy.io", None)
-    with pytest.raises(DatasetError, match=r"takes scipy.*pip install 'torch-locoprop\[study\]'"):
+    with pytest.raises(DatasetError, match=r"needs scipy.*pip install 'torch-locoprop\[study\]'"):
         load("curves", tmp_path)
 
 

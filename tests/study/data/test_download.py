@@ -225,7 +225,7 @@ def test_wrong_files_everywhere_leave_nothing_behind(
 
 def test_cuts_without_end_are_given_up(mirrors: tuple[Mirror, Mirror], path: Path) -> None:
     mirrors[0].cuts = [10] * 100
-    with pytest.raises(DownloadError, match=r"the connection was cut after 40 of 256,000 bytes"):
+    with pytest.raises(DownloadError, match=r"the connection was lost after 40 of 256,000 bytes"):
         fetch(urls(mirrors[0]), path, check)
     assert part(path).read_bytes() == CONTENT[:40], "kept for the next call"
 

@@ -115,7 +115,7 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     nothing = make(only_existing=True)
     assert nothing.files == ()
-    assert "nothing was measured" in said[-1]
+    assert "there are no measurements" in said[-1]
     made = make()
     assert calls == list(costs.METHODS)
     assert [path.name for path in made.files] == ["costs.png", "costs.pdf", "costs.md"]
@@ -127,7 +127,7 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert len(calls) == len(costs.METHODS)
     make(without=("shampoo@1",))  # another table
     assert len(calls) == 2 * len(costs.METHODS) - 1
-    assert "with other methods or settings. It stays as it is" in "\n".join(said)
+    assert "with other methods or settings. It is kept" in "\n".join(said)
 
 
 def test_a_measurement_of_another_environment_stays(
@@ -156,10 +156,10 @@ def test_a_measurement_of_another_environment_stays(
     difference = "was measured in another environment (threads is 2 there and 1 here)"
     said.clear()
     made = make()
-    assert said[0].startswith(f"costs: {committed} {difference}. It stays as it is; what is")
+    assert said[0].startswith(f"costs: {committed} {difference}. It is kept; new measurements")
     assert committed.read_bytes() == before
     (new,) = set(committed.parent.iterdir()) - {committed}
-    assert said[0].endswith(f"goes to {new}.")
+    assert said[0].endswith(f"go to {new}.")
     assert make(only_existing=True).text == made.text
     rates = {**small.SCALE.settings, "adam": {"lr": 0.5}}
     assert make(scale=replace(small.SCALE, settings=rates)).text == made.text

@@ -82,7 +82,7 @@ def test_only_existing_runs_nothing_and_names_what_is_missing(
     nothing = small.Making(small.order(tmp_path, only_existing=True))
     (made,) = nothing("relu")
     assert made.files == ()
-    assert "none of its runs is there" in nothing.said[-1]
+    assert "none of its runs exists" in nothing.said[-1]
     config = small.SCALE.series("relu", "adam").config
     runner.run(config, tmp_path / "runs" / "adam", data=small.IMAGES.load("curves"))
     (made,) = small.Making(small.order(tmp_path, only_existing=True))("relu")
@@ -277,7 +277,7 @@ def test_seconds_leave_out_the_first_epoch_and_come_from_one_machine(tmp_path: P
     assert "(not timed)" in existing("standard")[0].missing[0]
     again = small.Making(asked)
     assert again("standard")[0].missing == ()
-    assert any(line.startswith("1 methods are timed") for line in again.said)
+    assert any(line.startswith("Timing 1 methods") for line in again.said)
 
 
 def test_a_folder_above_the_runs_may_have_any_name(tmp_path: Path, executed: list[str]) -> None:
@@ -296,4 +296,4 @@ def test_what_is_missing_is_told_in_few_words() -> None:
         missing.note(task, "SOAP", "no package")
     missing.note("deep", "Adam", "not run")
     missing.note("deep", "SGD", "not run")
-    assert missing.told({"wide", "deep"}) == ("SOAP (no package)", "deep: Adam, SGD (not run)")
+    assert missing.phrases({"wide", "deep"}) == ("SOAP (no package)", "deep: Adam, SGD (not run)")

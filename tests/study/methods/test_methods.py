@@ -131,7 +131,7 @@ def test_settings_are_completed_in_the_types_of_the_defaults() -> None:
     ("name", "message"),
     [
         ("locoprop", r"Unknown method 'locoprop'. Did you mean 'locoprop-\w'\? Known: .*kfac"),
-        ("adam@3", "adam has nothing to renew"),
+        ("adam@3", "adam has no setting every"),
         ("kfac@", "integer >= 1"),
         ("kfac@0", "integer >= 1"),
         ("kfac@x", "integer >= 1"),

@@ -272,8 +272,8 @@ def test_seconds_of_runs_that_were_alone_are_told_from_own(shown: Any) -> None:
     assert list(curves(shown)) == ["adam", "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;"]
     press(shown, "By seconds")
     clock = shown.locator("#clock").inner_text()
-    assert "had the machine to themselves: m1, 1 thread." in clock
-    assert f"Not timed so: {EVIL}." in clock
+    assert "without other work on the machine: m1, 1 thread." in clock
+    assert f"Not timed: {EVIL}." in clock
     assert shown.locator("#seconds").inner_text() == clock
     (adam, other) = curves(shown).values()
     assert adam == ([0, 0.3], [80.0, 8.0])

@@ -169,7 +169,7 @@ def test_images_that_no_folder_has_are_not_asked_for(tmp_path: Path) -> None:
     files = made(tmp_path / "a", [9.0, 4.0], checkpoint=True)
     files.begin({**files.description(), "data": datasets.some_curves(4, 1).metadata})
     assert gallery(tasks_in(tmp_path)[0], 5, None).missing == (
-        "The runs had images of their own (the first 5 generated), which no file has.",
+        "The runs used generated images (the first 5 generated), which are not stored.",
     )
 
 

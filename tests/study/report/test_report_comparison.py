@@ -66,11 +66,11 @@ def test_timings_are_no_results(tmp_path: Path) -> None:
         ("config.json", '{"config": 3, "data": {}}', "config is 3, not an object"),
         ("config.json", '{"config": {"method": 3}, "data": {}}', "method in config.json is 3"),
         ("metrics.jsonl", "", "not even the untrained model"),
-        ("metrics.jsonl", "{", "a line 1 that is not that of an epoch"),
-        ("metrics.jsonl", "3", "a line 1 that is not that of an epoch"),
-        ("metrics.jsonl", '{"epoch": 0}', "a line 1 that is not that of an epoch"),
-        ("metrics.jsonl", ROW % '"1"', "line 1 of metrics.jsonl is not that of epoch 0"),
-        ("metrics.jsonl", ROW % "NaN", "line 1 of metrics.jsonl is not that of epoch 0"),
+        ("metrics.jsonl", "{", "metrics.jsonl is not an epoch"),
+        ("metrics.jsonl", "3", "metrics.jsonl is not an epoch"),
+        ("metrics.jsonl", '{"epoch": 0}', "metrics.jsonl is not an epoch"),
+        ("metrics.jsonl", ROW % '"1"', "line 1 of metrics.jsonl is not epoch 0"),
+        ("metrics.jsonl", ROW % "NaN", "line 1 of metrics.jsonl is not epoch 0"),
     ],
 )
 def test_a_broken_run_does_not_cost_the_others(
@@ -90,7 +90,7 @@ def test_a_gap_in_the_metrics_is_not_drawn_over(tmp_path: Path) -> None:
     lines = (files.path / "metrics.jsonl").read_text().splitlines()
     (files.path / "metrics.jsonl").write_text("\n".join(lines[::2]))
     (entry,) = find([tmp_path])[1]
-    assert "line 2 of metrics.jsonl is not that of epoch 1" in entry.reason
+    assert "line 2 of metrics.jsonl is not epoch 1" in entry.reason
 
 
 def test_what_differs_in_the_task_is_never_ranked_together(tmp_path: Path) -> None:
@@ -314,11 +314,11 @@ def test_seconds_come_from_runs_that_were_alone(tmp_path: Path) -> None:
     found = {series.method: task.alone(series) for series in task.series}
     rates = {"adam": pytest.approx(0.25), "rmsprop": pytest.approx(2.0)}
     assert found == {**dict.fromkeys(("sgd", "mine", "locoprop-s")), **rates}
-    assert comparison.clock_told(task) == (
-        "Seconds of training, from short runs that had the machine to themselves: m1, 1 thread. "
-        "Trained in another precision: rmsprop. Not timed so: sgd, mine, locoprop-s. They are not "
-        "drawn by seconds; in the ranking they have those of their own runs, which may have shared "
-        "a machine."
+    assert comparison.clock_text(task) == (
+        "Seconds of training, from short runs without other work on the machine: m1, 1 thread. "
+        "Trained in another precision: rmsprop. Not timed: sgd, mine, locoprop-s. These are not "
+        "drawn by seconds. The ranking shows the seconds of their own runs, which may have shared a "
+        "machine."
     )
     ranked = page.ranking(task)
     assert [row["seconds"]["mean"] for row in ranked] == pytest.approx([0.25, 0.1, 0.1, 2.0, 0.1])
@@ -334,7 +334,7 @@ def test_timings_of_other_images_are_not_taken(tmp_path: Path) -> None:
     made(tmp_path / "timings" / "b", TIMED, "sgd").path.joinpath("config.json").write_text("{")
     (task,) = comparison.tasks(find([tmp_path])[0], find_timings([tmp_path]))
     assert not task.clock.seconds
-    assert comparison.clock_told(task).startswith("Seconds of training alone.")
+    assert comparison.clock_text(task).startswith("Seconds of training, without evaluation.")
     assert [run.folder.name for run in find_timings([tmp_path / "timings"])] == ["a"]
 
 
@@ -358,7 +358,7 @@ def test_settings_of_an_unknown_method_are_shown_all_the_same(tmp_path: Path) ->
     made(tmp_path / "a", [9.0, 4.0], fields={"method": "mine", "settings": {"word": "null"}})
     (task,) = tasks_in(tmp_path)
     assert task.series[0].method == "mine"
-    assert task.runs[0].origin == "unknown here"
+    assert task.runs[0].origin == "unknown"
     assert "--set 'word=\"null\"'" in task.runs[0].command
     assert task.series[0].hyper_parameters["word"] == "null"
 

@@ -92,7 +92,7 @@ def test_a_method_of_ones_own_is_searched_where_names_are_known() -> None:
         "colour": Choices(("red", "green")),
     }
     with pytest.raises(
-        ValueError, match=r"Nothing of mine is left to tune. Its settings are colour"
+        ValueError, match=r"No setting of mine is left to tune. Its settings are colour"
     ):
         spaces.of(own({"colour": "red"}))
 
@@ -138,11 +138,11 @@ def test_domains_go_through_json(domain: Domain) -> None:
         ({"lr": "1:inf"}, {}, "Invalid --range lr=1:inf"),
         ({"lr": "a:b"}, {}, "could not convert"),
         ({"lr": "1:2:3"}, {}, "Invalid --range"),
-        ({"lr": "1"}, {}, "fewer than two values"),
-        ({"lr": "1,1"}, {}, "one of them twice"),
+        ({"lr": "1"}, {}, "two or more different values"),
+        ({"lr": "1,1"}, {}, "two or more different values"),
         ({"lr": "1,x"}, {}, "could not convert"),
         ({"momentum": "0.5:1"}, {}, "Invalid --range momentum=0.5:1"),
-        ({"momentum": "-1:0.5"}, {}, "between 0 and 1"),
+        ({"momentum": "-1:0.5"}, {}, "at least 0 and below 1"),
     ],
 )
 def test_bad_ranges_are_told(ranges: dict[str, str], fixed: dict[str, Any], message: str) -> None:

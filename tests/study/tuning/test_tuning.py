@@ -374,7 +374,7 @@ def test_a_broken_journal_is_told(tmp_path: Path) -> None:
     path = tmp_path / "journal.log"
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[:2], "nonsense\n", *lines[3:]]))
-    with pytest.raises(RunError, match=r"Line 3 of .*journal.log is no entry"):
+    with pytest.raises(RunError, match=r"Line 3 of .*journal.log is not an entry"):
         search(tmp_path, trials=1)
 
 

@@ -1,1 +1,5 @@
-"""The command `locoprop`: a file for each command; `main` starts them and reports errors."""
+"""The command ``locoprop``: one file per subcommand.
+
+``main`` starts the command and prints errors, ``app`` lists the subcommands, ``options`` and ``shared``
+hold what several of them use, and ``tables`` prints results.
+"""

@@ -1,6 +1,6 @@
-"""The commands of `locoprop`, a file each: what their options are and what they print.
+"""The subcommands of `locoprop`.
 
-Results go to standard output, as text or with `--json` as JSON; progress goes to standard error.
+Results are printed to standard output, as text or with `--json` as JSON; progress to standard error.
 """
 
 from typing import Annotated
@@ -24,9 +24,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Train deep autoencoders with LocoProp and with the optimizers it is compared with.\n\n"
+    help="Train deep autoencoders with LocoProp and with other optimizers, and compare them.\n\n"
     "[bold]locoprop compare locoprop-m adam --model 784-64-16 --epochs 10[/bold]\n"
-    "    a first look, half a minute on a CPU; [bold]locoprop report[/bold] makes a page of it",
+    "    a first comparison, half a minute on a CPU; [bold]locoprop report[/bold] makes a page of it",
 )
 
 
@@ -40,7 +40,9 @@ def _version(wanted: bool) -> None:
 def _all(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print it and exit."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and exit."
+        ),
     ] = False,
 ) -> None: ...
 

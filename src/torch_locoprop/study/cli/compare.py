@@ -1,4 +1,4 @@
-"""`locoprop compare`: several methods on one task."""
+"""`locoprop compare`: train one model with several methods and rank them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_locoprop.study.training.run_result import ranked
 
 
 def compare(
-    names: Annotated[list[str], typer.Argument(metavar="METHOD", help="The methods.")],
+    names: Annotated[list[str], typer.Argument(metavar="METHOD", help="The methods to compare.")],
     settings: options.SetOfOne = None,
     dataset: options.DatasetName = None,
     model: options.Model = None,
@@ -28,7 +28,7 @@ def compare(
     schedule: options.Schedule = None,
     precision: options.Precision = None,
     device: options.Device = None,
-    out: Annotated[Path, typer.Option(help="The folder in which each run has its own.")] = Path(
+    out: Annotated[Path, typer.Option(help="The folder for runs; each has a subfolder.")] = Path(
         "runs"
     ),
     data_dir: options.DataDir = None,
@@ -38,17 +38,17 @@ def compare(
 ) -> None:
     """Train the same model with several methods and rank them.
 
-    All start from the same weights and see the same batches. Runs that are in the folder already are
-    taken from it if they are finished, and continued if they are not.
+    All methods start from the same weights and see the same batches. Finished
+    runs in the folder are reused, unfinished ones are continued.
 
     [bold]locoprop compare locoprop-m rmsprop adam -d mnist --epochs 20[/bold]
-        three methods at their own settings
+        three methods with their default settings
 
     [bold]locoprop compare kfac kfac@10 shampoo@10 --set kfac.lr=3e-3[/bold]
-        preconditioners renewed in every or in every tenth step, and a setting of one method
+        preconditioners renewed in every step or in every tenth step, and a setting of one method
 
     [bold]locoprop compare locoprop-s locoprop-m --set local_steps=5 --json[/bold]
-        a setting of all methods; the ranking as JSON
+        a setting of all methods; prints the ranking as JSON
     """
     task = given_task(locals())
     for text in settings or []:
@@ -59,7 +59,7 @@ def compare(
     for name in dict.fromkeys(names):
         own = parsed(text.removeprefix(f"{name}.") for text in settings or [] if is_for(name, text))
         configs.append(configuration({**task, "method": name, "settings": own}))
-    for each in configs:  # the last one's mistake should not cost the hours of the others
+    for each in configs:  # before any run, which may take hours
         each.check_settings()
     data = load(configs[0].dataset, data_dir, quiet)
     results = [
@@ -80,9 +80,10 @@ def compare(
         typer.echo(json.dumps([result.to_dict() for result in results]))
     else:
         first = results[0].config
+        epochs = "1 epoch" if first.epochs == 1 else f"{first.epochs} epochs"
         console = Console()
         console.print(
-            f"{data.title}, {first.model}, {first.transfer}, {first.epochs} epochs of batches of "
+            f"{data.title}, {first.model}, {first.transfer}, {epochs} of batches of "
             f"{first.batch_size}, seed {first.seed}",
             highlight=False,
         )

@@ -1,4 +1,4 @@
-"""`locoprop datasets`: what is there, and what is missing."""
+"""`locoprop datasets`: show or download the data sets."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from torch_locoprop.study.data import datasets
 
 
 def datasets_command(
-    names: Annotated[list[str] | None, typer.Argument(metavar="NAME", help="Only these.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME", help="Data sets; all by default.")
+    ] = None,
     download: Annotated[
-        bool, typer.Option("--download", help="Download what is missing, and check what is there.")
+        bool, typer.Option("--download", help="Download missing files, and check all files.")
     ] = False,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show where the data sets are, or fetch them.
+    """Show where the data sets are, or download them.
 
     [bold]locoprop datasets[/bold]
-        what is there and what is missing
+        which data sets are available, and which files are missing
 
     [bold]locoprop datasets mnist --download[/bold]
-        fetches MNIST into the cache, once
+        downloads MNIST into the cache, once
     """
     for name in names or []:
         if name not in datasets.NAMES:

@@ -1,4 +1,4 @@
-"""`locoprop figure`: the paper's figures, from runs that are there and runs that are missing."""
+"""`locoprop figure`: make the figures of the paper from existing and new runs."""
 
 from __future__ import annotations
 
@@ -34,24 +34,24 @@ ALL = "all"
 def figure(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Figures, or all. Without one, they are listed."),
+        typer.Argument(metavar="NAME", help="Figures, or all; without a name, figures are listed."),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Embedded images and small models: minutes on a CPU.")
+        bool, typer.Option("--quick", help="Generated images and small models: minutes on a CPU.")
     ] = False,
     runs: Annotated[
         list[Path] | None,
         typer.Option(
-            help="Folders to look for runs in; new ones go into the first.  "
-            "[dim]default: runs, and results if it is there[/dim]"
+            help="Folders to search for runs; new runs go into the first.  "
+            "[dim]default: runs, and results if it exists[/dim]"
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The folder of the figures.")] = Path("figures"),
+    out: Annotated[Path, typer.Option(help="The folder for figures.")] = Path("figures"),
     config: Annotated[
         list[Path] | None,
         typer.Option(
-            help="A configuration, such as a search's best: its settings replace the method's "
-            "where data set, model, transfer and batch size agree."
+            help="A configuration file, such as best.json of a search. Its settings replace those of "
+            "lines with the same method, data set, model, transfer and batch size."
         ),
     ] = None,
     added: Annotated[
@@ -62,43 +62,46 @@ def figure(
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(metavar="METHOD", help="Leave out a method: shampoo@1, or shampoo."),
+        typer.Option(
+            metavar="METHOD", help="Leave out a method: shampoo@1, or shampoo for all @k."
+        ),
     ] = None,
     epochs: options.Epochs = None,
-    seeds: Annotated[str, typer.Option(help="Several: mean and range.")] = "0",
+    seeds: Annotated[str, typer.Option(help="Seeds; several are drawn as mean and range.")] = "0",
     precision: options.Precision = None,
     device: options.Device = None,
     data_dir: options.DataDir = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, in processes.")] = 1,
     only_existing: Annotated[
-        bool, typer.Option("--only-existing", help="Run nothing: draw what is there.")
+        bool, typer.Option("--only-existing", help="Train nothing; draw existing runs.")
     ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make the paper's figures, and a few of our own, as PNG and PDF.
+    """Make the figures of the paper, and a few more, as PNG and PDF.
 
-    Runs that are there are used, wherever and in whatever precision they were made, unless device or
-    precision is given. Unfinished ones go on, missing ones are run. Seconds come from short runs of
-    their own, one at a time, so leave the machine to them.
+    Existing runs are used, on any device and in any precision unless these are
+    given. Unfinished runs are continued, and missing runs are trained. Seconds
+    are measured by short runs, one at a time. Keep the machine free of other
+    work during these.
 
     [bold]locoprop figure[/bold]
         lists the figures
 
     [bold]locoprop figure standard --quick[/bold]
-        a look at one in a minute or two; [bold]all --quick[/bold] makes every one
+        one figure in a minute or two; [bold]all --quick[/bold] makes all figures
 
     [bold]locoprop figure standard wide deep --jobs 6 --device cuda --precision tf32[/bold]
-        the paper's protocol on MNIST, six runs at a time on the GPU
+        the protocol of the paper on MNIST, six runs at a time on the GPU
 
     [bold]locoprop figure relu --config tuned/adam/best.json --seeds 0,1,2[/bold]
-        settings of a search, three seeds
+        with the settings of a search, three seeds
 
     [bold]locoprop figure standard --quick --with adamw --without shampoo[/bold]
-        another choice of methods
+        with other methods
 
     [bold]locoprop figure all --only-existing[/bold]
-        draws what can be drawn from runs/ and results/
+        draws the runs in runs/ and results/
     """
     if not names:
         _list(as_json)
@@ -115,7 +118,7 @@ def figure(
         )
     folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
     scale = QUICK if quick else PROTOCOL
-    order = FigureRequest(
+    request = FigureRequest(
         scale=scale,
         images=Images(data_dir, scale.images),
         place=_place(device, precision, quick),
@@ -130,17 +133,19 @@ def figure(
         jobs=jobs,
         only_existing=only_existing,
     )
-    made, failed = _make(chosen, order, quiet)
+    made, failed = _make(chosen, request, quiet)
     _tell(made, as_json)
     if failed:
         raise typer.Exit(1)
     if not any(each.files for each in made):
-        raise RunError(_nothing(order))
+        raise RunError(_nothing(request))
 
 
-def _make(names: Sequence[str], order: FigureRequest, quiet: bool) -> tuple[list[MadeFigure], bool]:
-    """The figures, and whether a run failed."""
-    # matplotlib takes a while to import, and no other command needs it.
+def _make(
+    names: Sequence[str], request: FigureRequest, quiet: bool
+) -> tuple[list[MadeFigure], bool]:
+    """Return the figures, and True if a run failed."""
+    # matplotlib is slow to import, and no other command needs it.
     from torch_locoprop.study.figures.cost_figure import make_costs
     from torch_locoprop.study.figures.loss_figures import Maker
     from torch_locoprop.study.figures.run_jobs import using_threads
@@ -156,27 +161,27 @@ def _make(names: Sequence[str], order: FigureRequest, quiet: bool) -> tuple[list
         with progress.watching(console, name, epochs, quiet=quiet) as watch:
             yield watch
 
-    maker = Maker(order, watching, say)
+    maker = Maker(request, watching, say)
     try:
-        made = [_matching(order)] if "matching-loss" in names else []
-        with using_threads(order.scale.threads):
+        made = [_matching(request)] if "matching-loss" in names else []
+        with using_threads(request.scale.threads):
             made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
-            made += [make_costs(order, say)] if "costs" in names else []
+            made += [make_costs(request, say)] if "costs" in names else []
     except KeyboardInterrupt:
-        console.print("Interrupted. The same command goes on where it stopped.", soft_wrap=True)
+        console.print("Interrupted. Give the same command again to continue.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
-    for failure in maker.failures if quiet else ():  # which is no reason to keep them quiet
+    for failure in maker.failures if quiet else ():  # --quiet hides progress, not failures
         console.print(failure, soft_wrap=True)
     return made, bool(maker.failures)
 
 
-def _matching(order: FigureRequest) -> MadeFigure:
+def _matching(request: FigureRequest) -> MadeFigure:
     from torch_locoprop.study.figures import matching_loss, style
 
     entry = catalog.entry_of("matching-loss")
-    command = order.command_for(entry.name)
+    command = request.command_for(entry.name)
     picture = matching_loss.draw([f"Answers to the paper's {entry.paper}. Made by: {command}"])
-    return MadeFigure(entry.name, tuple(style.save(picture, order.out, entry.name)))
+    return MadeFigure(entry.name, tuple(style.save(picture, request.out, entry.name)))
 
 
 def _tell(made: Sequence[MadeFigure], as_json: bool) -> None:
@@ -195,14 +200,14 @@ def _tell(made: Sequence[MadeFigure], as_json: bool) -> None:
             typer.echo(f"{each.name}: {', '.join(map(str, each.files))}")
 
 
-def _nothing(order: FigureRequest) -> str:
-    where = " or ".join(map(str, order.folders))
+def _nothing(request: FigureRequest) -> str:
+    where = " or ".join(map(str, request.folders))
     advice = (
-        " Leave out --only-existing to run what is missing, or name the folder of the runs with --runs."
-        if order.only_existing
+        " Leave out --only-existing to train missing runs, or give the folder of the runs with --runs."
+        if request.only_existing
         else ""
     )
-    return f"Nothing was drawn: none of the runs asked for is in {where}.{advice}"
+    return f"Nothing was drawn: none of the runs is in {where}.{advice}"
 
 
 def _list(as_json: bool) -> None:
@@ -217,10 +222,10 @@ def _list(as_json: bool) -> None:
 
 
 def _place(device: str | None, precision: str | None, quick: bool) -> Place:
-    """Where to run. A quick look is for the CPU, so that it is the same everywhere."""
+    """Return the device and precision; quick figures use the CPU, so that all users get the same."""
     default = "cuda" if torch.cuda.is_available() and not quick else "cpu"
     place = Place(device, precision, default)
-    place.on(RunConfig())  # tells at once if device and precision do not go together
+    place.on(RunConfig())  # raises now if device and precision do not fit
     return place
 
 
@@ -241,7 +246,7 @@ def _command(
     device: str | None,
     precision: str | None,
 ) -> str:
-    """How to ask for the same figure again, with NAME for its name and no path of this machine."""
+    """Return the command that makes a figure, with NAME for its name and without paths."""
     words = ["locoprop", "figure", "NAME", *(["--quick"] if quick else [])]
     for path in config or []:
         words += ["--config", path.name]

@@ -1,4 +1,4 @@
-"""The command `locoprop`: starts the commands of the study and tells errors in one sentence."""
+"""The entry point of `locoprop`: runs a subcommand and prints errors in one sentence."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ FAILED, INTERRUPTED = 1, 130
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
-"""Errors of a disk that has no room, and of a folder that takes no files."""
+"""Errors of a full disk, and of a folder that cannot be written to."""
 
 LESS = "Use a smaller --batch-size or --model, or fewer at a time."
-"""What to do where memory runs out."""
+"""The advice if memory runs out."""
 
 WRITTEN = ("--out", "--runs", "--tensorboard")
-"""The options that name a place to write to."""
+"""The options that name a folder to write to."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 1 failed, 2 wrong usage, 130 interrupted."""
+    """Run the command and exit: 0 for success, 1 for failure, 2 for wrong usage, 130 for Ctrl-C.
+
+    Args:
+        arguments: The arguments after `locoprop`; those of the process by default.
+    """
     try:
         from torch import OutOfMemoryError
 
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except OutOfMemoryError as error:
         _fail(f"{str(error).splitlines()[0]} {LESS}")
     except RuntimeError as error:
-        if "can't allocate memory" not in str(error):  # what torch says on a CPU
+        if "can't allocate memory" not in str(error):  # torch's message on a CPU
             raise
         _fail(f"There is not enough memory. {LESS}")
     except OSError as error:
@@ -64,27 +68,29 @@ def _needed(error: ImportError) -> str:
 
 
 def _advice(error: OSError, arguments: Sequence[str]) -> str:
-    """What to do about an error of the file system, or nothing."""
+    """Return what to do about an error of the file system; empty if nothing is known."""
     if error.errno in FULL:
-        again = "go on with --resume" if "train" in arguments[:1] else "give the same command again"
-        return f"Make room, then {again}."
+        again = (
+            "continue with --resume" if "train" in arguments[:1] else "give the same command again"
+        )
+        return f"Free some space, then {again}."
     words = [part for word in arguments for part in word.split("=", 1)]
     path = Path(str(error.filename))
     for option, value in pairwise(words):
         if option in WRITTEN and (path.is_relative_to(value) or Path(value).is_relative_to(path)):
             return f"Choose a folder that you can write to with {option}."
-    if error.errno in CLOSED and str(path) not in words:  # where a command writes unasked
-        return "Go to a folder that you can write to."
+    if error.errno in CLOSED and str(path) not in words:  # a default folder in the current one
+        return "Change to a folder that you can write to."
     return ""
 
 
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    """Print a warning without the line of code that it came from, which says nothing to a user."""
+    """Print a warning without its line of code."""
     print(f"Warning: {message}", file=sys.stderr)
 
 
 def _fail(message: str) -> NoReturn:
-    """Print the message, red on a terminal, and exit."""
+    """Print the message, in red on a terminal, and exit."""
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}{message}{plain}", file=sys.stderr)
     sys.exit(FAILED)

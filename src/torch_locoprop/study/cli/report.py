@@ -1,4 +1,4 @@
-"""`locoprop report`: one page over many runs."""
+"""`locoprop report`: an HTML page over many runs."""
 
 from __future__ import annotations
 
@@ -21,38 +21,40 @@ def report(
         list[Path] | None,
         typer.Argument(
             metavar="FOLDER",
-            help="Folders of runs, searched to any depth; seconds come from timings if there are.  "
-            "[dim]default: runs[/dim]",
+            help="Folders of runs, searched with all subfolders.  [dim]default: runs[/dim]",
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="The page.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Its title.")] = "Deep autoencoders, method by method",
+    out: Annotated[Path, typer.Option(help="The file of the page.")] = Path("report.html"),
+    title: Annotated[
+        str, typer.Option(help="The title of the page.")
+    ] = "Deep autoencoders, method by method",
     images: Annotated[
         int, typer.Option(min=0, max=100, help="Test images to reconstruct; 0 for none.")
     ] = 10,
     data_dir: options.DataDir = None,
     as_json: options.Json = False,
 ) -> None:
-    """Write one HTML page over many runs: curves, ranking, reconstructions, environment.
+    """Write an HTML page over many runs: curves, ranking, reconstructions, environment.
 
-    The page is one file that works without a network: send it, or put it on a screen. Runs are
-    compared within their task only; seeds of one configuration are one curve. Runs under way and runs
-    that diverged are shown as such. Seconds are those of the timings that [bold]locoprop figure[/bold]
-    makes, where there are some in the folders, and of the runs themselves elsewhere.
+    The page is a single file that needs no network. Runs are compared only with
+    runs of the same task; seeds of one configuration are one curve. Unfinished
+    and diverged runs are marked. Seconds are those of timings that
+    [bold]locoprop figure[/bold] made, if the folders have some, and otherwise
+    those of the runs.
 
     [bold]locoprop report[/bold]
-        report.html over all runs in runs/
+        writes report.html for all runs in runs/
 
     [bold]locoprop report runs results/mnist-tanh-standard --out mnist.html --title "MNIST"[/bold]
         several folders in one page
 
     [bold]locoprop report --data-dir ~/data --images 16[/bold]
-        reconstructions, for runs that have their checkpoint, of images in a folder of your own
+        reconstructions of images in your own folder, for runs with a checkpoint
 
     [bold]locoprop report --json[/bold]
-        the rankings as JSON, besides the page
+        prints the rankings as JSON too
     """
-    page.plotly()  # the one thing that may be missing: better said before the work than after
+    page.plotly()  # raises before any work if plotly is missing
     given = folders or [Path("runs")]
     runs, skipped = find(given)
     if not runs:
@@ -91,6 +93,6 @@ def _nothing(folders: list[Path], skipped: list[Skipped]) -> str:
         folder, reason = skipped[0]
         return f"No run in {where} can be read: {folder}: {reason}"
     return (
-        f"No runs in {where}. Make some with `locoprop compare locoprop-m rmsprop adam`, or name a "
-        "folder that has some: locoprop report FOLDER."
+        f"No runs in {where}. Make some with `locoprop compare locoprop-m rmsprop adam`, or give "
+        "another folder: locoprop report FOLDER."
     )

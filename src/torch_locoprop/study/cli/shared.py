@@ -1,4 +1,4 @@
-"""What the commands share: options as a configuration, data with a bar, a run with its progress."""
+"""Functions that several subcommands share: options to configurations, loading, and training."""
 
 from __future__ import annotations
 
@@ -30,16 +30,21 @@ TASK = (
 
 
 def given_task(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What was given of the options that say the task."""
+    """Return the given options that describe the task."""
     return {name: options[name] for name in TASK if options[name] is not None}
 
 
 def configuration(values: dict[str, Any]) -> RunConfig:
+    """Return the configuration with these fields; the default device is a GPU if there is one."""
     return RunConfig.from_dict({"device": "cuda" if torch.cuda.is_available() else "cpu", **values})
 
 
 def base_of(config: Path | None, resumed: Path | None) -> dict[str, Any]:
-    """The fields of a configuration file, or of the run that is to go on."""
+    """Return the fields of a configuration file, or of the run to resume.
+
+    Raises:
+        ValueError: If the file is not a configuration.
+    """
     if config is None:
         folder = None if resumed is None else RunFolder(resumed)
         return dict(folder.description()["config"]) if folder and folder.exists else {}
@@ -54,12 +59,16 @@ def base_of(config: Path | None, resumed: Path | None) -> dict[str, Any]:
 
 
 def is_for(name: str, text: str) -> bool:
-    """Whether a setting, `KEY=VALUE` or `METHOD.KEY=VALUE`, is one of this method."""
+    """Return True if a setting, `KEY=VALUE` or `METHOD.KEY=VALUE`, applies to this method."""
     return text.partition("=")[0].rpartition(".")[0] in ("", name)
 
 
 def parsed(texts: Iterable[str]) -> dict[str, Any]:
-    """`KEY=VALUE` texts as settings: numbers, true, false, null, or else words."""
+    """Return `KEY=VALUE` texts as settings, with values as in JSON or as plain words.
+
+    Raises:
+        ValueError: If a text is not `KEY=VALUE`.
+    """
     settings = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -73,7 +82,7 @@ def parsed(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def load(name: str, data_dir: Path | None, quiet: bool) -> Dataset:
-    """The data set, with a bar for each file that is downloaded."""
+    """Return the data set, and show a progress bar for each download."""
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         return datasets.load(name, data_dir)
@@ -100,9 +109,17 @@ def run_in(
     logs: Path | None = None,
     others: bool = False,
 ) -> RunResult:
-    """The run with its progress on standard error; Ctrl-C ends the program and says what to do.
+    """Train a run and show its progress; Ctrl-C exits and prints how to continue.
 
-    With `others`, it is one run of several that the same command would go on with.
+    Args:
+        config: The configuration.
+        folder: The folder of the run.
+        data: The images.
+        data_dir: The option `--data-dir`, for the command that continues the run.
+        quiet: Show no progress.
+        resume: Continue a run in the folder.
+        logs: The folder for TensorBoard.
+        others: True if the command trains several runs and can be given again to continue.
     """
     console = Console(stderr=True, highlight=False, markup=False)
     there = resume and RunFolder(folder).exists and result_of(folder).finished
@@ -120,11 +137,11 @@ def run_in(
     except KeyboardInterrupt:
         words = ["locoprop", "train", "--resume", "--out", str(folder)]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
-        again = f"Go on with: {shlex.join(words)}"
+        again = f"Continue with: {shlex.join(words)}"
         if others:
-            again = "The same command goes on where it stopped."
+            again = "Give the same command again to continue."
         console.print(f"Interrupted. {again}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     if there and not quiet:
-        console.print(f"{folder} is finished already.", soft_wrap=True)
+        console.print(f"{folder} is already finished.", soft_wrap=True)
     return result

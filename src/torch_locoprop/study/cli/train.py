@@ -1,4 +1,4 @@
-"""`locoprop train`: one run."""
+"""`locoprop train`: train one model with one method."""
 
 from __future__ import annotations
 
@@ -29,43 +29,45 @@ def train(
     device: options.Device = None,
     config: Annotated[
         Path | None,
-        typer.Option(help="A file to take all of the above from: config.json of another run."),
+        typer.Option(
+            help="A file with all options above: config.json of a run, or best.json of a search."
+        ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="The folder of the run.  [dim]default: a name of its own in runs/[/dim]"),
+        typer.Option(help="The folder of the run.  [dim]default: a new folder in runs/[/dim]"),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run that is in the folder, if any.")
+        bool, typer.Option("--resume", help="Continue the run in the folder.")
     ] = False,
     data_dir: options.DataDir = None,
     logs: options.TensorBoard = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train one model with one method; the run is a folder.
+    """Train one model with one method and store the run in a folder.
 
     [bold]locoprop train[/bold]
-        the paper's protocol with LocoProp-M, on images of curves
+        LocoProp-M with the protocol of the paper, on images of curves
 
     [bold]locoprop train -d mnist -m adam --set lr=1e-3 --epochs 20 --out runs/adam[/bold]
-        another data set, method and setting; config.json, metrics.jsonl and checkpoint.pt in runs/adam
+        another data set, method and setting; writes config.json, metrics.jsonl and checkpoint.pt
 
     [bold]locoprop train --resume --out runs/adam[/bold]
-        goes on after Ctrl-C, a crash or a kill, to the same bits
+        continues after Ctrl-C, a crash or a kill, with bit-identical results
 
     [bold]locoprop train -m locoprop-s --set solver=adam --set local_steps=5[/bold]
-        any solver and number of local iterations
+        another local solver and number of local iterations
 
     [bold]locoprop train --model 784-64-16 --epochs 3[/bold]
-        a small model, for a quick look
+        a small model for a quick look
     """
     base = base_of(config, out if resume else None)
     task = given_task(locals())
     if method is not None and method != base.get("method"):
         base.pop("settings", None)
     own = base.get("settings", {})
-    if settings and isinstance(own, dict):  # what else it may be, the configuration refuses
+    if settings and isinstance(own, dict):  # the configuration refuses other types
         own = {**own, **parsed(settings)}
     chosen = configuration(
         {**base, **task, **({"method": method} if method else {}), "settings": own}
@@ -73,7 +75,7 @@ def train(
     data = load(chosen.dataset, data_dir, quiet)
     folder = out or Path("runs") / chosen.name(data.fingerprint)
     if resume and not RunFolder(folder).exists:
-        typer.echo(f"No run to go on with in {folder}: a new one begins.", err=True)
+        typer.echo(f"No run to continue in {folder}; starting a new one.", err=True)
     result = run_in(chosen, folder, data, data_dir, quiet=quiet, resume=resume, logs=logs)
     if as_json:
         typer.echo(json.dumps(result.to_dict()))

@@ -1,4 +1,4 @@
-"""`locoprop tune`: the search for a method's settings."""
+"""`locoprop tune`: search the settings of a method."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ def tune(
         typer.Option(
             "--range",
             metavar="KEY=LOW:HIGH",
-            help="Where to search a setting, or its values: gamma=10,100,1000.  "
-            "[dim]default: the paper's, wider for some methods; tuning.json has it[/dim]",
+            help="The range of a setting, or its values: gamma=10,100,1000.  "
+            "[dim]default: see locoprop methods METHOD[/dim]",
         ),
     ] = None,
     trials: Annotated[
-        int, typer.Option("--trials", "-n", help="Of all processes and calls together.")
+        int, typer.Option("--trials", "-n", help="Trials to finish, by all processes and calls.")
     ] = 64,
     population: Annotated[
-        int, typer.Option("--population", "-k", help="Trials that train at once, as one model.")
+        int, typer.Option("--population", "-k", help="Trials trained together, as one model.")
     ] = 8,
     sampler: Annotated[
         str | None,
         typer.Option(help="tpe, or gp: a Gaussian process.  [dim]default: tpe[/dim]"),
     ] = None,
     pruning: Annotated[
-        bool, typer.Option(help="End trials early that are worse than the median of others.")
+        bool, typer.Option(help="End trials early that are worse than the median.")
     ] = True,
     dataset: options.DatasetName = None,
     model: options.Model = None,
@@ -67,9 +67,7 @@ def tune(
     device: options.Device = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            help="The folder of the search.  [dim]default: a name of its own in tuning/[/dim]"
-        ),
+        typer.Option(help="The folder of the search.  [dim]default: a new folder in tuning/[/dim]"),
     ] = None,
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
@@ -77,23 +75,24 @@ def tune(
 ) -> None:
     """Search a method's settings for the lowest train loss after the last epoch.
 
-    The search is a folder. The same command goes on with it after Ctrl-C, a crash or a kill, or up to
-    more trials; given once more in another terminal, it helps. best.json has the best configuration.
+    The search is stored in a folder. The same command continues it after Ctrl-C,
+    a crash or a kill, or with more trials. The same command in another terminal
+    shares the work. best.json in the folder has the best configuration.
 
     [bold]locoprop tune -m adam -d mnist --epochs 20 --out tuning/adam[/bold]
-        64 trials in the paper's space, 8 at a time; the worse ones end early
+        64 trials, 8 at a time; bad ones end early
 
     [bold]locoprop tune --out tuning/adam --trials 256[/bold]
-        goes on with that search, or helps it
+        continues that search, or shares its work
 
     [bold]locoprop train --config tuning/adam/best.json --seed 1[/bold]
         trains with the best configuration
 
     [bold]locoprop tune -m locoprop-s --range lr=1e-6:1e-3 --range gamma=10,100 --set eps=1e-5[/bold]
-        a narrower space, and a setting that stays
+        other ranges, and a fixed setting
 
     [bold]locoprop tune -m kfac@10 --sampler gp --no-pruning --trials 30[/bold]
-        a Gaussian process for few costly trials, all of them to the end
+        a Gaussian process for few expensive trials, without pruning
     """
     task = given_task(locals())
     there = TuningFolder(out).description() if out and TuningFolder(out).exists else None
@@ -121,13 +120,13 @@ def tune(
         words += [] if population == 8 else ["--population", str(population)]
         words += [] if pruning else ["--no-pruning"]
         words += [] if data_dir is None else ["--data-dir", str(data_dir)]
-        console.print(f"Interrupted. Go on with: {shlex.join(words)}", soft_wrap=True)
+        console.print(f"Interrupted. Continue with: {shlex.join(words)}", soft_wrap=True)
         raise typer.Exit(INTERRUPTED) from None
     typer.echo(json.dumps(result.to_dict()) if as_json else _outcome(result))
     if result.best is None:
         raise RunError(
-            f"No trial of {len(result.trials)} came to its end with a finite loss. Search elsewhere: "
-            "smaller learning rates, --range lr=LOW:HIGH, in another folder."
+            f"None of {len(result.trials)} trials finished with a finite loss. Search smaller learning "
+            "rates, --range lr=LOW:HIGH, in another folder."
         )
 
 
@@ -138,7 +137,7 @@ def _search(
     settings: list[str],
     ranges: list[str],
 ) -> tuple[RunConfig, Space]:
-    """The task and the space: those of the folder, unless the command says others."""
+    """Return the task and the space: those of the command, or else of the folder."""
     config = dict(there["config"]) if there else {}
     if there and not (method or settings or ranges):
         space = {name: from_dict(domain) for name, domain in there["space"].items()}
@@ -158,7 +157,7 @@ def _search(
 
 
 def _name(base: RunConfig, description: dict[str, Any]) -> str:
-    """A short name for the search; no other search has it."""
+    """Return a short name that is unique to the search."""
     own = {name: value for name, value in description.items() if name != "environment"}
     digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
     return f"{base.dataset}-{base.model}-{base.method}-{digest}"
@@ -166,7 +165,7 @@ def _name(base: RunConfig, description: dict[str, Any]) -> str:
 
 @contextmanager
 def watching(console: Console, name: str, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
-    """Give what shows the search: a bar on a terminal, a line for new trials elsewhere, or nothing."""
+    """Show the progress of a search; yields the function to call with its status."""
     if quiet:
         yield lambda status: None
     elif console.is_terminal:
@@ -197,7 +196,7 @@ def _now(status: Status) -> str:
 
 
 def _outcome(result: TuningResult) -> str:
-    """The best trial, the others in numbers, and what to do with it."""
+    """Return the best trial, the number of trials by state, and how to train with the settings."""
     states = ", ".join(f"{count} {state}" for state, count in result.to_dict()["states"].items())
     best = best_of(result.trials)
     if best is None or result.best is None:

@@ -1,4 +1,4 @@
-"""CURVES as arrays: the genuine images from `digs3pts_1.mat`, or generated ones, kept in a cache."""
+"""Arrays of CURVES: the genuine images from `digs3pts_1.mat`, or generated images from a cache."""
 
 import hashlib
 import os
@@ -12,25 +12,27 @@ import numpy.typing as npt
 from torch_locoprop.study.data.curves import BLOCK, SIDE, Bytes, Floats, draw
 
 GENUINE = "digs3pts_1.mat"
-"""The original file; its matrices `bdata` and `bdatatest` hold the images to train and test on."""
+"""The original file; its matrices `bdata` and `bdatatest` hold the training and test images."""
 
 COUNTS = {"bdata": 20000, "bdatatest": 10000}
-"""Images to train on and to test on, under their names in the genuine file."""
+"""The numbers of training and test images, by the names of the matrices in the original file."""
 
 SEED = 2006
 DIGEST = hashlib.sha256().digest_size
 
 
 def read_mat(path: Path) -> tuple[Floats, Floats]:
-    """Return the images to train and to test on, or raise ValueError, saying what is wrong.
+    """Return the training and test images of the original file.
 
-    Raises ImportError without scipy.
+    Raises:
+        ValueError: If the file is not the original one; the message continues its name.
+        ImportError: If scipy is not installed.
     """
     from scipy.io import loadmat  # type: ignore[import-untyped]
 
     try:
         matrices = loadmat(path, variable_names=list(COUNTS))
-    except Exception as error:  # scipy has a different one for every way a file can be broken
+    except Exception as error:  # scipy raises many kinds of errors for broken files
         raise ValueError(f"is not a MATLAB file that scipy can read ({error})") from error
     train, test = (_images(matrices, name) for name in COUNTS)
     return train, test
@@ -49,10 +51,10 @@ def _images(matrices: dict[str, npt.NDArray[np.generic]], name: str) -> Floats:
 
 
 def generated(cache: Path) -> tuple[Bytes, Bytes]:
-    """Return the generated images to train and to test on, from the cache if they are there.
+    """Return the generated training and test images, from the cache if it has them.
 
-    The cache is the SHA-256 of the images and then the images. A file that is corrupt or from
-    another version of the generator is replaced; a folder that cannot be written to does no harm.
+    The cache file is the SHA-256 of the images, followed by the images. It is replaced if it is
+    corrupt or from another version of the generator. A folder that cannot be written to is ignored.
     """
     train, test = COUNTS.values()
     images = _from_cache(cache, train + test)
@@ -63,7 +65,7 @@ def generated(cache: Path) -> tuple[Bytes, Bytes]:
 
 
 def _from_cache(cache: Path, count: int) -> Bytes | None:
-    """Return so many images if the cache has them, whole and as they would be drawn today."""
+    """Return the images of the cache, or None unless they are complete and drawn by this version."""
     try:
         content = cache.read_bytes()
     except OSError:

@@ -4,11 +4,12 @@
 
     images = datasets.load("mnist").train    # [60000, 784], float32
 
-`curves` needs no file: its images are generated, unless the genuine `digs3pts_1.mat` is found. The
-files of `mnist` and `fashion-mnist` are downloaded once, unless they are found. Every file is looked
-for, first in the subfolder with the data set's name and then in the folder itself, in `data_dir`
-(`--data-dir`) and in the folder that `TORCH_LOCOPROP_DATA` names; then in Debian's folder for data
-sets and in the cache. A file that is found and is not the published one is an error, never skipped.
+`curves` needs no file: its images are generated unless the genuine `digs3pts_1.mat` is found. The files
+of `mnist` and `fashion-mnist` are downloaded once unless they are found.
+
+Files are searched in this order: in `data_dir` (`--data-dir`) and in the folder that
+`TORCH_LOCOPROP_DATA` names, in each first in the subfolder with the name of the data set; then in
+Debian's folder for data sets; then in the cache. A file that is not the published one is an error.
 """
 
 import hashlib
@@ -35,32 +36,41 @@ VARIABLE = "TORCH_LOCOPROP_DATA"
 """The environment variable that names a folder with data."""
 
 DEBIAN = Path("/usr/share/datasets")
-"""Where Debian's packages such as dataset-fashion-mnist install their files."""
+"""Where Debian packages such as dataset-fashion-mnist install their files."""
 
 IMAGES = {"train", "test"}
-"""The files of a data set that it cannot do without."""
+"""The files that a data set must have; labels are optional."""
 
 ELSEWHERE = f"name a folder that has it with --data-dir or {VARIABLE}"
 
 
 class DatasetError(RuntimeError):
-    """Data that is missing, broken or not what it should be; the message says what to do."""
+    """A data set is missing, broken or not the published one; the message says what to do."""
 
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Images `[N, 784]`, float32 in [0, 1], their labels `[N]`, int64, if any, and their origin."""
+    """The images of a data set.
+
+    Args:
+        name: The name of the data set.
+        train: Training images `[N, 784]`, float32 in [0, 1].
+        test: Test images `[N, 784]`, float32 in [0, 1].
+        source: What the images are, such as `published IDX files`; never a path.
+        train_labels: Labels `[N]`, int64, if the data set has them.
+        test_labels: Labels `[N]`, int64, if the data set has them.
+    """
 
     name: str
     train: Tensor
     test: Tensor
-    source: str  # what the images are, not where on this machine they were found
+    source: str
     train_labels: Tensor | None = None
     test_labels: Tensor | None = None
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hexadecimal digits of the SHA-256 of all images: equal for equal data only."""
+        """The first sixteen hexadecimal digits of the SHA-256 of all images."""
         digest = hashlib.sha256()
         for images in (self.train, self.test):
             digest.update(repr(tuple(images.shape)).encode())
@@ -69,17 +79,23 @@ class Dataset:
 
     @property
     def title(self) -> str:
-        """The name with what tells data sets of the same name apart: `curves (generated)`."""
+        """The name, with the source where a name has several: `curves (generated)`."""
         return f"{self.name} ({self.source})" if self.name == "curves" else self.name
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a result has to record of its data, so that it is compared with its like only."""
+        """What a result records about its data, so that only results on equal data are compared."""
         return {"name": self.name, "source": self.source, "fingerprint": self.fingerprint}
 
 
 class Status(NamedTuple):
-    """Whether a data set can be loaded without a download, and where it is or what is missing."""
+    """The availability of a data set.
+
+    Args:
+        name: The name of the data set.
+        ready: True if it can be loaded without a download.
+        detail: Where it is, or which files are missing.
+    """
 
     name: str
     ready: bool
@@ -92,7 +108,18 @@ def load(
     download: bool = True,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Return the data set, downloading what is not found if `download`, with calls to `progress`."""
+    """Return a data set.
+
+    Args:
+        name: One of `NAMES`.
+        data_dir: A folder to search first.
+        download: Download files that are not found.
+        progress: Called during downloads with the file's name, the bytes so far, and the total.
+
+    Raises:
+        ValueError: If the name is unknown.
+        DatasetError: If files are missing or broken.
+    """
     if name not in NAMES:
         raise ValueError(unknown("data set", name, NAMES))
     folders = _folders(name, data_dir)
@@ -102,7 +129,7 @@ def load(
 
 
 def some_curves(train: int, test: int, seed: int = SEED) -> Dataset:
-    """Return so many generated curves to train and to test on: of `curves`, or at another seed."""
+    """Return a data set of this many generated curves; the default seed is that of `curves`."""
     images = curves(train + test, seed=seed)
     of = "" if seed == SEED else f" at seed {seed}"
     return Dataset(
@@ -111,7 +138,7 @@ def some_curves(train: int, test: int, seed: int = SEED) -> Dataset:
 
 
 def status(data_dir: Path | None = None) -> list[Status]:
-    """Return where each data set is or what is missing of it; contents are not looked at."""
+    """Return the availability of every data set, without reading any file."""
     return [
         (_status_curves if name == "curves" else _status_idx)(name, _folders(name, data_dir))
         for name in NAMES
@@ -119,13 +146,13 @@ def status(data_dir: Path | None = None) -> list[Status]:
 
 
 def cache_dir() -> Path:
-    """Return the folder for what is downloaded and generated; it need not exist."""
+    """Return the folder for downloaded and generated files; it may not exist yet."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "torch-locoprop"
 
 
 def _folders(name: str, data_dir: Path | None) -> list[Path]:
-    """Return the folders that may hold the data set, the first to be asked first."""
+    """Return the folders that may hold the data set, in the order in which they are searched."""
     given = []
     if data_dir is not None:
         given.append(("--data-dir", Path(data_dir)))
@@ -133,7 +160,9 @@ def _folders(name: str, data_dir: Path | None) -> list[Path]:
         given.append((VARIABLE, Path(os.environ[VARIABLE])))
     for origin, folder in given:
         if not folder.is_dir():
-            raise DatasetError(f"{folder}, given by {origin}, is not a folder. Name one that is.")
+            raise DatasetError(
+                f"{folder}, given by {origin}, is not a folder. Give an existing folder."
+            )
     pairs = ((folder / name, folder) for _, folder in given)
     return [*(folder for pair in pairs for folder in pair), DEBIAN / name, cache_dir() / name]
 
@@ -147,13 +176,13 @@ def _load_curves(folders: list[Path]) -> Dataset:
         train, test = map(torch.from_numpy, read_mat(path))
     except ImportError as error:
         raise DatasetError(
-            f"{path} takes scipy to read. Install it with: pip install 'torch-locoprop[study]'; "
-            "or move the file away to have images generated instead."
+            f"Reading {path} needs scipy. Install it with: pip install 'torch-locoprop[study]'; or "
+            "move the file away to use generated images instead."
         ) from error
     except ValueError as error:
         raise DatasetError(
-            f"{path} {error}. Replace it by the genuine file, or move it away to have images "
-            "generated instead."
+            f"{path} {error}. Replace it by the genuine file, or move it away to use generated "
+            "images instead."
         ) from error
     return Dataset("curves", train, test, GENUINE)
 
@@ -180,7 +209,7 @@ def _load_idx(name: str, folders: list[Path], download: bool, progress: Progress
     files = IDX_SETS[name].files
     paths = {role: path for role, file in files.items() if (path := file.find(folders))}
     missing = [role for role in files if role not in paths]
-    # Labels alone are no reason to download: a folder with just the images is enough to study them.
+    # The study needs no labels, so missing labels alone are not downloaded.
     if not IMAGES.isdisjoint(missing):
         if not download:
             names = ", ".join(files[role].name for role in missing)
@@ -188,7 +217,7 @@ def _load_idx(name: str, folders: list[Path], download: bool, progress: Progress
                 f"{name}: {names} not found, plain or .gz, in {', '.join(map(str, folders))}. "
                 f"Allow the download, or {ELSEWHERE}."
             )
-        # Images last: an interrupted download is not taken for a folder with just the images.
+        # Images last, so that an interrupted download does not look like a complete data set.
         for role in sorted(missing, key=IMAGES.__contains__):
             paths[role] = _download(name, files[role], progress)
     arrays = {role: _read(name, files[role], path) for role, path in paths.items()}
@@ -203,7 +232,7 @@ def _load_idx(name: str, folders: list[Path], download: bool, progress: Progress
 
 
 def _download(name: str, file: IdxFile, progress: Progress | None) -> Path:
-    """Return the path of the file in the cache, where it has been downloaded to."""
+    """Download the file into the cache and return its path."""
     path = cache_dir() / name / f"{file.name}.gz"
     urls = [mirror + path.name for mirror in IDX_SETS[name].mirrors]
     try:
@@ -211,12 +240,12 @@ def _download(name: str, file: IdxFile, progress: Progress | None) -> Path:
     except DownloadError as error:
         raise DatasetError(
             f"{name}: {path.name} could not be downloaded ({error}). "
-            f"Try again when there is a connection, or {ELSEWHERE}."
+            f"Try again with a network connection, or {ELSEWHERE}."
         ) from error
     except OSError as error:
         raise DatasetError(
             f"{path} cannot be written ({error.strerror}). "
-            f"Set XDG_CACHE_HOME to a folder with room for it, or {ELSEWHERE}."
+            f"Set XDG_CACHE_HOME to a folder with enough space, or {ELSEWHERE}."
         ) from error
     return path
 
@@ -226,8 +255,8 @@ def _read(name: str, file: IdxFile, path: Path) -> npt.NDArray[np.uint8]:
         return file.read(path)
     except ValueError as error:
         raise DatasetError(
-            f"{path} {error}. It is not the file of {name}: delete it or move it away to have it "
-            f"downloaded, or {ELSEWHERE}."
+            f"{path} {error}. It is not the published file of {name}: delete it or move it away to "
+            f"download it again, or {ELSEWHERE}."
         ) from error
 
 

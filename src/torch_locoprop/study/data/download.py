@@ -1,7 +1,7 @@
-"""Fetch one file from the first mirror that has it: resumed where it was cut, kept only if right.
+"""Download one file from the first mirror that delivers it.
 
-The bytes gather in `<file>.part`. A cut connection or an interrupted program leaves them there, and
-the next attempt asks only for the rest. The file gets its name in one atomic step, after its check.
+Bytes are written to `<file>.part`. After a lost connection or an interrupted program, the next attempt
+requests only the missing bytes. The file is renamed in one atomic step after its content was checked.
 """
 
 import os
@@ -16,19 +16,19 @@ from urllib.request import Request, urlopen
 from torch_locoprop.study.atomic_files import lock
 
 Progress = Callable[[str, int, int | None], None]
-"""Called with the file's name, the bytes that are here, and the bytes in all where known."""
+"""Called with the file's name, the bytes received so far, and the total if it is known."""
 
 ATTEMPTS = 4
-"""Connections to one mirror for one file, as long as each brings some more of it."""
+"""Connections to one mirror for one file, as long as each delivers some bytes."""
 
 TIMEOUT = 30.0
-"""Seconds without an answer after which a mirror counts as down."""
+"""Seconds without an answer after which a mirror is given up."""
 
 CHUNK = 1 << 16
 
 
 class DownloadError(RuntimeError):
-    """No mirror delivered the file; the message has each mirror's reason."""
+    """No mirror delivered the file; the message has the reason for each mirror."""
 
 
 def fetch(
@@ -37,16 +37,24 @@ def fetch(
     check: Callable[[Path], object],
     progress: Progress | None = None,
 ) -> None:
-    """Download `path` from the first of the `urls` that delivers a file that passes the check.
+    """Download a file from the first URL that delivers one which passes the check.
 
-    `check` raises ValueError, with a sentence that the file's name begins, for a wrong file. What
-    fails on this machine, such as a full disk, is an OSError; what fails elsewhere, a DownloadError.
+    Args:
+        urls: The addresses, tried in order.
+        path: Where the file is stored.
+        check: Called with the path of the downloaded file; raises ValueError if it is wrong. The
+            message continues a sentence that begins with the name of the file.
+        progress: Called with the file's name, the bytes so far, and the total.
+
+    Raises:
+        DownloadError: If no address delivers the file.
+        OSError: If the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
     failures = []
     with _one_process_at_a_time(path.parent):
-        if path.exists():  # fetched by another process while this one waited
+        if path.exists():  # another process downloaded it while this one waited for the lock
             return
         for url in urls:
             try:
@@ -62,8 +70,8 @@ def fetch(
 def _fetch_part(
     url: str, part: Path, check: Callable[[Path], object], progress: Progress | None
 ) -> None:
-    """Complete and check the part, on as many connections as it takes; a wrong one is removed."""
-    failure = DownloadError("the connection was cut too often")
+    """Download the rest of the part and check it; remove it if it is wrong."""
+    failure = DownloadError("the connection was lost too often")
     for _ in range(ATTEMPTS):
         start = part.stat().st_size if part.exists() else 0
         try:
@@ -80,20 +88,20 @@ def _fetch_part(
             failure = DownloadError(f"the file {error}")
             if start == 0:
                 raise failure from error
-            # The first bytes may have been those of another mirror: once more, from the beginning.
+            # The first bytes may be from another mirror, so download everything once more.
         else:
             return
     raise failure
 
 
 def _receive(url: str, part: Path, start: int, progress: Progress | None) -> None:
-    """Append what follows the first `start` bytes to the part; all of it, if one cannot ask so."""
+    """Append all bytes after the first `start`; start again if the mirror has no partial requests."""
     headers = {"Range": f"bytes={start}-"} if start else {}
     try:
         response = urlopen(Request(url, headers=headers), timeout=TIMEOUT)
     except HTTPError as error:
         error.close()
-        if start and error.code == 416:  # nothing follows: the part is complete, or wrong
+        if start and error.code == 416:  # no bytes are left: the part is complete, or wrong
             return
         raise DownloadError(f"HTTP status {error.code}") from error
     except (OSError, HTTPException) as error:
@@ -110,7 +118,7 @@ def _receive(url: str, part: Path, start: int, progress: Progress | None) -> Non
                 if progress is not None:
                     progress(part.stem, done, total)
     if total is not None and done < total:
-        raise DownloadError(f"the connection was cut after {done:,} of {total:,} bytes")
+        raise DownloadError(f"the connection was lost after {done:,} of {total:,} bytes")
 
 
 def _read(response: HTTPResponse) -> bytes:
@@ -127,7 +135,7 @@ def _reason(error: Exception) -> str:
 
 @contextmanager
 def _one_process_at_a_time(folder: Path) -> Iterator[None]:
-    """Wait while another process downloads into the folder, where the system has such locks."""
+    """Wait while another process downloads into the folder, if the system has file locks."""
     with (folder / ".lock").open("a") as file:
         # On a file system without locks, two downloads may spoil each other's part. The check of the
         # file detects it.

@@ -1,10 +1,10 @@
-"""The IDX files of MNIST and of the data sets that share its format, and how one is read.
+"""The IDX files of MNIST and Fashion-MNIST, and a reader for their format.
 
 An IDX file is two zero bytes, a code for the type of its numbers (8: unsigned bytes), the number of
 dimensions, each dimension as a big-endian 32-bit integer, and then the numbers, last index fastest.
-A file is read only if it is the published one, byte for byte. Mirrors compress it differently, so
-the bytes that count are the uncompressed ones; plain and gzip files are told apart by how they
-begin. Where files are looked for, and what to do about a bad one, is in `datasets.py`.
+A file is read only if its uncompressed bytes are the published ones; mirrors compress them differently.
+The first bytes tell whether a file is compressed. Where files are searched, and the advice for bad
+files, is in `datasets.py`.
 """
 
 import gzip
@@ -25,19 +25,23 @@ GZIP_MAGIC = b"\x1f\x8b"
 
 @dataclass(frozen=True)
 class IdxFile:
-    """One published file: its plain name, the shape it holds, the SHA-256 of its plain bytes."""
+    """One published file: its uncompressed name, the shape of its array, and its SHA-256."""
 
     name: str
     shape: tuple[int, ...]
     sha256: str
 
     def find(self, folders: Sequence[Path]) -> Path | None:
-        """Return the first plain or gzip file of this name in the folders, in their order."""
+        """Return the first plain or gzip file of this name in the folders, or None."""
         paths = (folder / name for folder in folders for name in (self.name, self.name + ".gz"))
         return next((path for path in paths if path.is_file()), None)
 
     def read(self, path: Path) -> Bytes:
-        """Return the array in the file, or raise ValueError, saying what is wrong with the file."""
+        """Return the array in the file.
+
+        Raises:
+            ValueError: If the file is not the published one; the message continues its name.
+        """
         header = bytes([0, 0, 8, len(self.shape)])
         header += b"".join(size.to_bytes(4, "big") for size in self.shape)
         length = len(header) + math.prod(self.shape)
@@ -59,14 +63,14 @@ class IdxFile:
 
 @dataclass(frozen=True)
 class IdxSet:
-    """A published data set: its files by what they hold, and the addresses that serve them."""
+    """A published data set: its files by their roles, and the addresses that serve them."""
 
     files: dict[str, IdxFile]
     mirrors: tuple[str, ...]
 
 
 def _contents(path: Path, limit: int) -> bytes:
-    """Return at most so many uncompressed bytes of the file."""
+    """Return the uncompressed bytes of the file, at most `limit`."""
     try:
         with path.open("rb") as file:
             zipped = file.read(2) == GZIP_MAGIC

@@ -1,1 +1,1 @@
-"""The demo: a few methods train one small autoencoder side by side."""
+"""The demo: four methods train one small autoencoder; ``python -m torch_locoprop.study.demo``."""

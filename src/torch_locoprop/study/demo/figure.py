@@ -1,4 +1,4 @@
-"""The figure of the demo: losses by epoch and by time, and reconstructed images."""
+"""The figure of the demo: losses by epoch and by seconds, and reconstructed images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,11 +20,11 @@ from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.run_result import RunResult
 
 COLUMNS = 16
-"""Test images shown, at most."""
+"""The largest number of test images shown."""
 
 
 def draw(path: Path, results: Sequence[RunResult], data: Dataset) -> None:
-    """Write the figure as a PNG; the models are read from the folders of the runs."""
+    """Write the figure as PNG; the models are read from the folders of the runs."""
     margins = ConstrainedLayoutEngine(rect=(0.01, 0.01, 0.98, 0.98))
     figure = Figure(figsize=(10, 7.5), layout=margins)
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[1.2, 1]).flat
@@ -51,7 +51,7 @@ def _curves(figure: SubFigure, results: Sequence[RunResult], floor: float) -> No
 
 
 def _finish(axes: Axes, title: str, floor: float) -> None:
-    """Set scale, ticks and frame, and mark the lowest loss that any model can have."""
+    """Set the ticks and the frame, and mark the loss of a perfect reconstruction."""
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.yaxis.set_minor_formatter(NullFormatter())
@@ -72,7 +72,7 @@ def _finish(axes: Axes, title: str, floor: float) -> None:
 
 @torch.no_grad()
 def _gallery(figure: SubFigure, results: Sequence[RunResult], originals: Tensor) -> None:
-    """Draw images and what each model makes of them, a strip each with its name to the left."""
+    """Draw the original images and the reconstructions of each model, one row each."""
     strips = [("original", style.INK, originals)]
     for result in results:
         model, method = RunFolder(result.folder).trained_model(), result.config.method

@@ -1,6 +1,6 @@
-"""The demo: four methods train the same small deep autoencoder on drawn curves, side by side.
+"""The demo: four methods train the same small deep autoencoder on generated curves.
 
-python -m torch_locoprop.study.demo
+Run it with ``python -m torch_locoprop.study.demo``.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ EPOCHS = 25
 IMAGES = 4000
 TASK: dict[str, Any] = {"model": "784-250-100-20", "batch_size": 200, "schedule": "linear"}
 
-# The best of 24 random trials each; benchmarks/tune_demo.json has all of them, and how they were made.
+# The best of 24 random trials each; benchmarks/tune_demo.json has all trials and how they were made.
 TUNED: dict[str, dict[str, float]] = {
     "locoprop-m": {
         "lr": 0.000168,
@@ -51,18 +51,19 @@ def main(
     ] = EPOCHS,
     images: Annotated[int, typer.Option(min=4, metavar="N", help="Images to train on.")] = IMAGES,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Of images, weights and batches.")
+        int, typer.Option(min=0, metavar="N", help="Seed of images, weights and batches.")
     ] = 0,
     out: Annotated[
-        Path, typer.Option(metavar="PNG", dir_okay=False, writable=True, help="The figure.")
+        Path,
+        typer.Option(metavar="PNG", dir_okay=False, writable=True, help="The file of the figure."),
     ] = Path("runs/demo.png"),
 ) -> list[RunResult]:
     """Train one deep autoencoder with four methods; compare by epoch and by time.
 
-    All start from the same weights and see the same batches of curve images.
-    LocoProp solves a small convex problem in every layer after each backward
-    pass; RMSProp and Adam, as TensorFlow has them, take the gradient as it is.
-    Prints a table and writes a figure with the loss curves and reconstructed
+    All methods start from the same weights and see the same batches of curve
+    images. LocoProp solves a small convex problem in every layer after each
+    backward pass; RMSProp and Adam, as in TensorFlow, use the gradient. The
+    demo prints a table and writes a figure with loss curves and reconstructed
     test images.
 
     [bold]python -m torch_locoprop.study.demo[/bold]
@@ -72,18 +73,18 @@ def main(
         a quick look
 
     [bold]python -m torch_locoprop.study.demo --seed 1[/bold]
-        does the order hold on other images and weights?
+        other images and initial weights
 
-    All four were tuned by the same random search at the default --epochs and
-    --images; far from these, none of them is tuned.
+    All four methods were tuned by the same random search at the default
+    --epochs and --images.
     """
     console = Console(highlight=False)
     data = datasets.some_curves(images, images // 4, seed)
     console.print(
-        f"{len(data.train)} images of curves, {len(data.test)} more to test on. Autoencoder "
+        f"{len(data.train)} training images of curves, {len(data.test)} test images. Autoencoder "
         f"{TASK['model']} and back, tanh. {epochs} epochs of batches of {TASK['batch_size']}."
     )
-    with TemporaryDirectory() as folder:  # what is shown is always from this call
+    with TemporaryDirectory() as folder:  # no earlier run is reused
         results = []
         for config in configs(epochs, seed):
             name = f"{label(config.method):<10}"
@@ -96,7 +97,7 @@ def main(
 
 
 def configs(epochs: int, seed: int) -> list[RunConfig]:
-    """Return the runs of the demo, which differ in the method and its settings alone."""
+    """Return the runs of the demo, which differ only in the method and its settings."""
     warmup = max(1, epochs // 20)  # as in the paper: 5 of 100
     return [
         RunConfig(name, settings, epochs=epochs, warmup_epochs=warmup, seed=seed, **TASK)
@@ -105,7 +106,7 @@ def configs(epochs: int, seed: int) -> list[RunConfig]:
 
 
 def _table(results: Sequence[RunResult]) -> Table:
-    """Return the results, and when each method was as good as BackProp's best is in the end."""
+    """Return the results, with the epoch at which each method reaches the best BackProp method."""
     rival = ranked([each for each in results if "gamma" not in each.config.settings])[0]
     mark = rival.metrics[-1].train_loss
     table = Table("method")

@@ -1,4 +1,4 @@
-"""What stands above and below a figure: the task, and how and where its runs were made."""
+"""The subtitle and footer of a figure: its task, and how and where its runs were made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch_locoprop.study.training.run_result import RunResult
 
 
 def subtitle_of(figure: LossFigure) -> str:
-    """Return the task in a line; a quick figure says first that it is one."""
+    """Return the task in one line, after the note of a quick figure."""
     tasks = _unique(_task(config) for config in figure.configs)
     task = tasks[0] if len(tasks) == 1 else ""
     return "; ".join(part for part in (figure.note, task) if part)
@@ -28,7 +28,15 @@ def footer_of(
     missing: Sequence[str],
     command: str,
 ) -> list[str]:
-    """Return what a reader needs to judge the figure, and the command that makes it."""
+    """Return the lines below a figure.
+
+    Args:
+        figure: The figure.
+        runs: Its runs.
+        timed_on: The machine of the timings; empty if nothing is drawn by seconds.
+        missing: What is missing, one phrase per reason.
+        command: The command that makes the figure.
+    """
     configs = [run.config for run in runs]
     data = _unique(
         f"{TITLES.get(r.data['name'], r.data['name'])} ({r.data['source']})" for r in runs
@@ -52,25 +60,25 @@ def footer_of(
 
 
 def _graphs(runs: Sequence[Found]) -> str:
-    """On a GPU, who has the advantage of a captured step."""
+    """Return which methods replay CUDA graphs, if the runs were made on a GPU."""
     if not any(run.config.device == "cuda" for run in runs):
         return ""
     return " LocoProp and first-order methods replay CUDA graphs, the others run eagerly."
 
 
 def _origins(figure: LossFigure, runs: Sequence[Found]) -> str:
-    """Where the settings come from: a figure compares searches as much as methods."""
+    """Return where the settings of each method come from."""
     by_origin: dict[str, list[str]] = {}
     for run in runs:
         origin, name = _origin(figure, run.result)
         by_origin.setdefault(origin, []).append(name)
-    told = [f"{', '.join(_unique(names))}: {origin}" for origin, names in by_origin.items()]
-    settings = next(iter(by_origin)) if len(told) == 1 else "; ".join(told)
+    text = [f"{', '.join(_unique(names))}: {origin}" for origin, names in by_origin.items()]
+    settings = next(iter(by_origin)) if len(text) == 1 else "; ".join(text)
     return f"Settings: {settings}.{_tuned_elsewhere(by_origin, runs)}"
 
 
 def _tuned_elsewhere(origins: Iterable[str], runs: Sequence[Found]) -> str:
-    """On another task than that of the searches, what that was."""
+    """Return the task of the searches if the figure has runs of another task."""
     tasks = {(run.config.model, run.config.transfer, run.config.batch_size) for run in runs}
     if tasks <= {("standard", "tanh", 1000)} or not any(methods.TUNED in o for o in origins):
         return ""
@@ -78,7 +86,7 @@ def _tuned_elsewhere(origins: Iterable[str], runs: Sequence[Found]) -> str:
 
 
 def _origin(figure: LossFigure, result: RunResult) -> tuple[str, str]:
-    """Where the settings of a run come from, and its name among others with the same origin."""
+    """Return where the settings of a run come from, and its name among runs of the same origin."""
     method, settings = methods.get(result.config.method), result.config.settings
     changed = {name for name, value in method.settings.items() if settings[name] != value}
     name = label(method.name)
@@ -98,7 +106,7 @@ def _origin(figure: LossFigure, result: RunResult) -> tuple[str, str]:
 
 
 def _planned(figure: LossFigure, made: RunConfig) -> tuple[Panel, Series] | None:
-    """The line that asked for the run, at whatever seed and wherever it was made."""
+    """Return the panel and line of a run, at any seed, device and precision."""
     for panel in figure.panels:
         for series in panel.series:
             planned = replace(

@@ -1,7 +1,7 @@
-"""Every figure as data: its name, the paper's figure that it answers to, and the runs it draws.
+"""The list of figures: the name, the corresponding figure of the paper, and the lines of each.
 
-What a figure compares is here; on which images, with what model and at what settings is a `Scale`:
-the paper's protocol (`protocol.py`) or a small one for a quick look (`quick.py`).
+A `Scale` has the images, models and settings: the protocol of the paper (`protocol.py`), or a small one
+for a quick look (`quick.py`). Facts about methods are in their records.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Loss = Literal["train_loss", "test_loss"]
 Axis = Literal["epoch", "seconds"]
 
 SOLVERS = "solvers"
-"""Where a scale has the origins of its solvers' settings."""
+"""The key of the origins of the solvers' settings in a scale."""
 
 
 def iterations(local_steps: int) -> str:
-    """Return where a scale has the settings, and their origins, for so many local iterations."""
+    """Return the key of settings and origins for a number of local iterations in a scale."""
     return f"T = {local_steps}"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the list of figures."""
+    """An entry of the list: the name, the title, and the corresponding figures of the paper."""
 
     name: str
     title: str
@@ -61,11 +61,15 @@ COMPARISONS = tuple(
 
 @dataclass(frozen=True)
 class Series:
-    """A line of a figure: a run, the same at every seed.
+    """A line of a figure: one configuration at any seed.
 
-    `fixed` are the settings that make it another line than its neighbours, which tuned settings
-    leave alone; `painted_as` is the method or solver whose colour it has; `origin` tells where
-    settings come from that are not the method's own.
+    Args:
+        label: The label in the legend.
+        config: The configuration.
+        painted_as: The method or solver whose colour the line has.
+        fixed: The settings that distinguish the line from others of its method. Tuned settings do
+            not replace them.
+        origin: Where settings come from that are not the method's own.
     """
 
     label: str
@@ -76,7 +80,7 @@ class Series:
 
     @property
     def variant(self) -> int:
-        """Its place among the lines of its colour, the same in every figure."""
+        """The index of the line among those of its colour, the same in every figure."""
         every = self.config.method.partition("@")[2]
         if every:
             return sum(int(every) > least for least in (1, 10, 100))
@@ -85,7 +89,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """Losses of some runs, by epoch or by seconds."""
+    """A panel of a figure: losses of some runs, by epoch or by seconds."""
 
     title: str
     task: str
@@ -96,7 +100,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class LossFigure:
-    """Panels side by side."""
+    """A figure of losses: panels side by side."""
 
     entry: Entry
     panels: tuple[Panel, ...]
@@ -104,25 +108,30 @@ class LossFigure:
 
     @property
     def configs(self) -> tuple[RunConfig, ...]:
-        """What has to be run."""
+        """The configurations to run, each once."""
         return _unique(each.config for panel in self.panels for each in panel.series)
 
     @property
     def timed(self) -> tuple[RunConfig, ...]:
-        """What has to be timed."""
+        """The configurations to time, each once."""
         panels = [panel for panel in self.panels if panel.by == "seconds"]
         return _unique(each.config for panel in panels for each in panel.series)
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The tasks, each as fields of a `RunConfig`, and the methods and settings to take on them.
+    """The tasks of the figures, and the methods and settings on each of them.
 
-    `settings` belong to a method on every task, `special` to a method on one task, or with so many
-    `iterations`; `solvers` are the settings of LocoProp-M with each solver. `origins` tell where the
-    latter two come from, by task, `iterations` or `SOLVERS`. `images` are how many to train and test
-    on, of the embedded data; None takes the whole data set of the task. `threads` are those of each
-    process; None leaves the cores to one run, or divides them among the runs.
+    Args:
+        tasks: The fields of a `RunConfig` for each task.
+        renewed: For each task, the methods `name@k` that renew a preconditioner.
+        settings: Settings of a method on every task.
+        special: Settings of a method on one task, or for a number of local iterations (`iterations`).
+        solvers: Settings of LocoProp-M with each solver.
+        origins: Where `special` and `solvers` come from, by task, `iterations` or `SOLVERS`.
+        images: The numbers of generated training and test images; None for the whole data set.
+        threads: Threads of each process; None gives all cores to one run or divides them among runs.
+        note: A remark for the subtitle.
     """
 
     tasks: Mapping[str, Settings]
@@ -136,7 +145,7 @@ class Scale:
     note: str = ""
 
     def series(self, task: str, method: str, local_steps: int | None = None) -> Series:
-        """Return the line of a method on a task, at its own number of local iterations or this."""
+        """Return the line of a method on a task, at this or its own number of local iterations."""
         base = method.partition("@")[0]
         at = [] if local_steps is None else [iterations(local_steps)]
         fixed = {} if local_steps is None else {"local_steps": local_steps}
@@ -155,7 +164,7 @@ class Scale:
 FIRST_ORDER = ("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop")
 LOCAL_STEPS = (1, 5, 10, 50)
 VARIANTS = (10, 50, 5, 1)
-"""The same with ten first, which every other figure has."""
+"""The numbers of local iterations in the order of their dashes; 10 is a solid line everywhere."""
 
 COMPARED = ("rmsprop", "adam", "locoprop-s", "locoprop-m")
 TEST_LOSSES = ("standard", "wide", "deep", "relu", "fashion-mnist", "curves")
@@ -169,7 +178,11 @@ def newer_methods() -> tuple[str, ...]:
 
 
 def entry_of(name: str) -> Entry:
-    """Return the line of the list."""
+    """Return the entry of a figure.
+
+    Raises:
+        ValueError: If there is no figure of this name.
+    """
     if name not in NAMES:
         raise ValueError(unknown("figure", name, NAMES))
     return ENTRIES[NAMES.index(name)]

@@ -1,4 +1,4 @@
-"""The table of costs as a picture and as Markdown, and its measurements in a file."""
+"""The table of costs as a picture, as Markdown, and as a file of measurements."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEAD = (
     "measured ms",
     "step ms",
 )
-"""Both formulas, their values, and what was measured beyond BackProp; last, the whole step."""
+"""Formulas, their values, measurements beyond BackProp, and the time of a whole step."""
 
 WIDTHS = (0.12, 0.18, 0.07, 0.10, 0.27, 0.08, 0.10, 0.08)
 NUMBER = 4
@@ -33,7 +33,7 @@ NUMBER = 4
 
 
 def rows(costs: Sequence[Cost]) -> list[list[str]]:
-    """Return the cells of the table, a row a method."""
+    """Return the cells of the table, one row per method."""
     base = next(cost for cost in costs if cost.method == BASELINE)
     return [_row(cost, base) for cost in costs]
 
@@ -57,12 +57,12 @@ def _row(cost: Cost, base: Cost) -> list[str]:
 
 
 def _more(milliseconds: float) -> str:
-    """The time beyond BackProp's; one below zero is nothing but the noise of both."""
+    """Return the time beyond BackProp's; a negative difference is noise."""
     return "≈ 0" if milliseconds < 0 else f"{milliseconds:,.3g}"
 
 
 def markdown(costs: Sequence[Cost], notes: Sequence[str]) -> str:
-    """Return the table as Markdown, the notes below it."""
+    """Return the table as Markdown, with the notes below it."""
     rule = ["---" if "formula" in name or name == "method" else "---:" for name in HEAD]
     table = "\n".join("| " + " | ".join(line) + " |" for line in [HEAD, rule, *rows(costs)])
     return table + "\n\n" + "\n".join(notes) + "\n"
@@ -95,13 +95,13 @@ def draw(costs: Sequence[Cost], title: str, subtitle: str, notes: Sequence[str])
 
 
 def store(path: Path, costs: Sequence[Cost], about: dict[str, Any]) -> None:
-    """Write the measurements and what they are of."""
+    """Write the measurements and their description to a file."""
     content = {**about, "costs": [asdict(cost) for cost in costs]}
     atomic_files.write(path, json.dumps(content, indent=1) + "\n")
 
 
 def stored(path: Path) -> tuple[list[Cost], dict[str, Any]] | None:
-    """Return the measurements that are there, if any, and what they are of."""
+    """Return the measurements in a file and their description, or None if it has none."""
     try:
         content = json.loads(path.read_text())
         return [Cost(**cost) for cost in content.pop("costs")], content

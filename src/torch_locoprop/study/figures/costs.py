@@ -1,9 +1,7 @@
-"""What a step costs beyond BackProp: the paper's formulas (Table 1) for a model, and measured.
+"""The cost of a step beyond BackProp: the formulas of the paper's Table 1 for a model, and measured.
 
-`d₁` and `d₂` are the inputs and outputs of a layer, the paper's {d_i}; `b` is the batch size and `T`
-the number of local iterations. The formulas are orders of growth; here they are evaluated with every
-constant one, in numbers kept and in multiply-adds. A preconditioner that is renewed every k steps has
-its cubic term divided by k.
+The formulas are in the records of the methods; ``torch_locoprop.study.methods.step_cost`` defines their
+symbols.
 """
 
 from __future__ import annotations
@@ -43,7 +41,15 @@ STEPS_FOR_MEMORY = 2
 
 @dataclass(frozen=True)
 class Cost:
-    """A method's line of the table; what is measured is of a whole step, not beyond BackProp's."""
+    """The cost of a step of one method.
+
+    Args:
+        method: The name of the method.
+        numbers: Numbers kept beyond BackProp, by formula.
+        operations: Multiply-adds beyond BackProp, by formula.
+        step_ms: Measured milliseconds of a whole step.
+        peak_mib: Measured peak memory of a whole step in MiB, without model and images.
+    """
 
     method: str
     numbers: float
@@ -84,11 +90,13 @@ def computation_formula(method: str, layers: Layers, b: int, T: int) -> float:
 
 
 def measured(config: RunConfig) -> Cost:
-    """Return the formulas' values for the model, and time and memory of a step on the device."""
+    """Return the cost of a step: formulas for the model, time and memory measured on the device."""
     layers, b = layers_of(config.model), config.batch_size
     T = int(config.settings.get("local_steps", 10))
     with matmul_precision(config.precision):
-        step_ms = _step_ms(config)  # first: what libraries set aside once is not counted below
+        step_ms = _step_ms(
+            config
+        )  # first, so that memory that libraries allocate once is not counted
         peak = _peak_mib(config)
     return Cost(
         config.method,
@@ -100,7 +108,7 @@ def measured(config: RunConfig) -> Cost:
 
 
 def _prepare(config: RunConfig) -> tuple[nn.Sequential, Tensor]:
-    """The model and a batch on the device. Random images do: no cost depends on what they show."""
+    """Return the model and a batch of random images on the device."""
     pixels = architectures.sizes_of(config.model)[0]
     numbers = torch.Generator().manual_seed(config.seed)
     images = torch.rand(config.batch_size, pixels, generator=numbers).to(config.device)
@@ -108,7 +116,7 @@ def _prepare(config: RunConfig) -> tuple[nn.Sequential, Tensor]:
 
 
 def _step_ms(config: RunConfig) -> float:
-    """The median over periods of the preconditioner, after a warm-up that builds all state."""
+    """Return the median time of a step over periods of the preconditioner, after a warm-up."""
     every = int(config.settings.get("every", 1))
     model, images = _prepare(config)
     optimizer = config.build_optimizer(model)
@@ -128,9 +136,9 @@ def _step_ms(config: RunConfig) -> float:
 
 
 def _peak_mib(config: RunConfig) -> float:
-    """The most memory that optimizer, gradients and steps hold at a time beside model and images.
+    """Return the peak memory of optimizer, gradients and steps, without model and images.
 
-    The steps are plain ones, not replayed as a graph: what a graph sets aside is the library's.
+    The steps do not use CUDA graphs, whose memory pools are not part of the method.
     """
     model, images = _prepare(config)
 

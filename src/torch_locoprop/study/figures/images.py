@@ -1,4 +1,4 @@
-"""Where a figure's images come from, small enough to send to another process."""
+"""The images of a figure, described by where they come from so that processes can load them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_locoprop.study.data.curves_files import COUNTS
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
 
 PUBLISHED = "published IDX files"
-"""The source of data sets whose files are checked against their published sums: one set each."""
+"""The source of data sets whose files are checked against published hashes."""
 
 TITLES = {"mnist": "MNIST", "fashion-mnist": "Fashion-MNIST", "curves": "CURVES"}
 """The names of data sets in captions."""
@@ -21,25 +21,31 @@ TRAINED_ON = {"mnist": 60_000, "fashion-mnist": 60_000, "curves": COUNTS["bdata"
 
 @dataclass(frozen=True)
 class Images:
-    """The data sets by name, or so many embedded curves, to train and test on, for the one name."""
+    """The images of all tasks.
+
+    Args:
+        data_dir: A folder with data sets.
+        counts: The numbers of training and test images if they are generated curves; None for whole
+            data sets.
+    """
 
     data_dir: Path | None = None
     counts: tuple[int, int] | None = None
 
     def load(self, name: str) -> Dataset:
-        """Return the data set, downloaded if need be."""
+        """Return the data set of this name; download it if necessary."""
         return _loaded(self, name, True)
 
     def count(self, name: str) -> int:
-        """Return how many images there are to train on; nothing is downloaded to tell."""
+        """Return the number of training images without loading or downloading them."""
         if self.counts is not None:
             return self.counts[0]
         return TRAINED_ON[name]
 
     def is_of(self, name: str, metadata: dict[str, str]) -> bool:
-        """Whether a run on data with this metadata is a run on our data set of that name.
+        """Return True if this metadata of a run describes the data set of this name.
 
-        Nothing is downloaded to tell: without the files, their published contents are meant.
+        Nothing is downloaded: if files are missing, the published data set is assumed.
         """
         if metadata.get("name") != name:
             return False

@@ -1,4 +1,4 @@
-"""Make figures: reuse the runs that are there, run what is missing, time what is drawn by seconds."""
+"""Figures of losses: reuse existing runs, train missing ones, time methods drawn by seconds."""
 
 from __future__ import annotations
 
@@ -20,81 +20,93 @@ from torch_locoprop.study.training.config import RunConfig
 
 @dataclass
 class Maker:
-    """The figures of one order and what is known of their runs."""
+    """Makes the figures of one request.
 
-    order: FigureRequest
+    Args:
+        request: The request.
+        watching: Shows the progress of a run.
+        say: Called with messages for the user.
+        reasons: Why a run is missing, by its configuration.
+        failures: Messages about runs that failed.
+    """
+
+    request: FigureRequest
     watching: run_jobs.Watching
     say: Say
     reasons: dict[str, str] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.library = Library(self.order.folders, self.order.images, self.order.place)
+        self.library = Library(self.request.folders, self.request.images, self.request.place)
 
     def loss_figures(self, names: Sequence[str]) -> list[MadeFigure]:
-        """Make these figures of losses; all runs come first, then all timings."""
-        scale, added = self.order.scale, self.order.added
+        """Make these figures: train all missing runs, then time, then draw."""
+        scale, added = self.request.scale, self.request.added
         figures = [self._asked(catalog.loss_figure(name, scale, added)) for name in names]
         panels = [panel for figure in figures for panel in figure.panels]
-        for config in self.order.tuned:
+        for config in self.request.tuned:
             if panels and not is_used(config, panels):
-                self.say(f"No line takes the settings of {config.method} for {config.dataset}.")
+                self.say(f"No line uses the settings of {config.method} for {config.dataset}.")
         self._run([config for figure in figures for config in figure.configs])
         self._time([config for figure in figures for config in figure.timed])
         return [self._draw(figure) for figure in figures]
 
     def _asked(self, figure: LossFigure) -> LossFigure:
-        """The figure with the tuned settings and the epochs, and without some methods."""
-        figure = with_tuned(figure, self.order.tuned)
+        """Return the figure with the settings, epochs and methods of the request."""
+        figure = with_tuned(figure, self.request.tuned)
         panels = tuple(self._panel(panel) for panel in figure.panels)
         return replace(figure, panels=panels)
 
     def _panel(self, panel: Panel) -> Panel:
         kept = [each for each in panel.series if not self._left_out(each.config.method)]
-        epochs = self.order.epochs
+        epochs = self.request.epochs
         if epochs is not None:
             kept = [replace(each, config=replace(each.config, epochs=epochs)) for each in kept]
         return replace(panel, series=tuple(kept))
 
     def _left_out(self, method: str) -> bool:
-        """Whether the method, or with its bare name every @k of it, is not wanted."""
-        return not {method, method.partition("@")[0]}.isdisjoint(self.order.without)
+        """Return True if the request excludes the method, or all `name@k` by their name."""
+        return not {method, method.partition("@")[0]}.isdisjoint(self.request.without)
 
     # Runs -------------------------------------------------------------------------------------
 
     def _run(self, configs: Sequence[RunConfig]) -> None:
-        seeded = [self._at(config, seed) for config in configs for seed in self.order.seeds]
+        seeded = [self._at(config, seed) for config in configs for seed in self.request.seeds]
         jobs = self._jobs([config for config in seeded if self.library.find(config) is None])
         if not jobs:
             return
-        self.say(f"{len(jobs)} runs are missing; they go to {self.order.folders[0]}.")
-        if self.order.jobs > 1:
-            done, threads = self._counting(len(jobs)), self.order.scale.threads
-            run_jobs.together(jobs, self.order.images, self.order.jobs, done, threads)
+        self.say(f"{len(jobs)} runs are missing; they are made in {self.request.folders[0]}.")
+        if self.request.jobs > 1:
+            done, threads = self._counting(len(jobs)), self.request.scale.threads
+            run_jobs.together(jobs, self.request.images, self.request.jobs, done, threads)
         else:
-            run_jobs.one_by_one(jobs, self.order.images, self.watching, self._done)
+            run_jobs.one_by_one(jobs, self.request.images, self.watching, self._done)
 
     def _time(self, configs: Sequence[RunConfig]) -> None:
-        """Time what has not been timed on this machine, unless some machine has timed it all."""
-        wanted = [self._timing(self._at(config, self.order.seeds[0])) for config in configs]
+        """Time methods on this machine, unless one machine has timed all of them."""
+        wanted = [self._timing(self._at(config, self.request.seeds[0])) for config in configs]
         wanted = [config for config in wanted if not self._unavailable(config)]
         here = self._here()
-        if self.order.only_existing or not timings.timed(self.library, wanted, here).left_out:
+        if self.request.only_existing or not timings.timed(self.library, wanted, here).left_out:
             return
         missing = [
             config
             for config in wanted
             if here not in map(environment_key, self.library.timings(config))
         ]
-        self.say(f"{len(missing)} methods are timed, each alone; leave the machine to them.")
+        self.say(
+            f"Timing {len(missing)} methods, one at a time. Keep the machine free of other work."
+        )
         jobs = self._jobs(missing, timing=True)
-        run_jobs.one_by_one(jobs, self.order.images, self.watching, self._done)
+        run_jobs.one_by_one(jobs, self.request.images, self.watching, self._done)
 
     def _jobs(self, configs: Sequence[RunConfig], *, timing: bool = False) -> list[run_jobs.Job]:
-        """What can be run of these; of the rest, the reason why not is noted."""
+        """Return the jobs for these runs, and store why others cannot be run."""
         jobs: dict[str, run_jobs.Job] = {}
         for config in configs:
-            reason = self._absent(config) if self.order.only_existing else self._unavailable(config)
+            reason = (
+                self._absent(config) if self.request.only_existing else self._unavailable(config)
+            )
             if reason:
                 self.reasons.setdefault(_key(config), reason)
                 continue
@@ -104,7 +116,7 @@ class Maker:
                 else self.library.folder_for(config)
             )
             name = f"{'timing ' if timing else ''}{config.dataset} {config.model} {config.method}"
-            jobs.setdefault(_key(config), run_jobs.Job(self.order.place.on(config), folder, name))
+            jobs.setdefault(_key(config), run_jobs.Job(self.request.place.on(config), folder, name))
         return list(jobs.values())
 
     def _done(self, outcome: run_jobs.Outcome) -> None:
@@ -115,7 +127,7 @@ class Maker:
             self.say(self.failures[-1])
 
     def _counting(self, total: int) -> run_jobs.Done:
-        """As each job ends, say how many have."""
+        """Return a callback that reports how many jobs have ended."""
         ended = 0
 
         def done(outcome: run_jobs.Outcome) -> None:
@@ -128,7 +140,7 @@ class Maker:
         return done
 
     def _absent(self, config: RunConfig) -> str:
-        """Why the run is not drawn if nothing is to be run."""
+        """Return why an existing run is not drawn."""
         return "not finished" if self.library.begun(config) else "not run"
 
     def _unavailable(self, config: RunConfig) -> str:
@@ -145,32 +157,32 @@ class Maker:
             clock = self._clock(panel) if panel.by == "seconds" else None
             machine = clock.machine if clock else machine
             lines.append(self._lines(panel, clock, missing))
-        absent = missing.told({panel.task for panel in figure.panels})
+        absent = missing.phrases({panel.task for panel in figure.panels})
         for each in absent:
             self.say(f"Missing in {name}: {each}.")
         used = {run.result.folder: run for drawn in lines for line in drawn for run in line.runs}
         if not used:
-            self.say(f"{name}: none of its runs is there, so it is not drawn.")
+            self.say(f"{name}: none of its runs exists, so it is not drawn.")
             return MadeFigure(name, (), (), absent)
         runs = list(used.values())
-        footer = footer_of(figure, runs, machine, absent, self.order.command_for(name))
+        footer = footer_of(figure, runs, machine, absent, self.request.command_for(name))
         picture = loss_plot.draw(figure, lines, subtitle_of(figure), footer)
-        files = style.save(picture, self.order.out, name)
+        files = style.save(picture, self.request.out, name)
         return MadeFigure(name, tuple(files), tuple(used), absent)
 
     def _lines(
         self, panel: Panel, clock: timings.Clock | None, missing: Missing
     ) -> list[loss_plot.Drawn]:
-        """The lines of a panel; what is missing is noted."""
+        """Return the lines of a panel, and store what is missing."""
         drawn = []
         for position, series in enumerate(panel.series):
             runs = self._found(series)
             seconds = clock.seconds.get(position) if clock else None
             if not runs:
                 missing.note(panel.task, series.label, self._reason(series))
-            elif len(runs) < len(self.order.seeds):
+            elif len(runs) < len(self.request.seeds):
                 drawn_seeds = [run.config.seed for run in runs]
-                others = [str(seed) for seed in self.order.seeds if seed not in drawn_seeds]
+                others = [str(seed) for seed in self.request.seeds if seed not in drawn_seeds]
                 seeds = f"seed{'s' if len(others) > 1 else ''} {', '.join(others)}"
                 missing.note(panel.task, series.label, f"{seeds}: {self._reason(series)}")
             elif clock and seconds is None:
@@ -180,16 +192,16 @@ class Maker:
         return drawn
 
     def _clock(self, panel: Panel) -> timings.Clock:
-        seed = self.order.seeds[0]
+        seed = self.request.seeds[0]
         wanted = [self._timing(self._at(each.config, seed)) for each in panel.series]
         return timings.timed(self.library, wanted, self._here())
 
     def _found(self, series: Series) -> tuple[Found, ...]:
-        found = (self.library.find(self._at(series.config, seed)) for seed in self.order.seeds)
+        found = (self.library.find(self._at(series.config, seed)) for seed in self.request.seeds)
         return tuple(each for each in found if each is not None)
 
     def _reason(self, series: Series) -> str:
-        for seed in self.order.seeds:
+        for seed in self.request.seeds:
             reason = self.reasons.get(_key(self._at(series.config, seed)))
             if reason:
                 return reason
@@ -198,14 +210,14 @@ class Maker:
     # Configurations ---------------------------------------------------------------------------
 
     def _at(self, config: RunConfig, seed: int) -> RunConfig:
-        return self.order.place.on(replace(config, seed=seed))
+        return self.request.place.on(replace(config, seed=seed))
 
     def _timing(self, config: RunConfig) -> RunConfig:
-        return timings.timing_config(config, self.order.images.count(config.dataset))
+        return timings.timing_config(config, self.request.images.count(config.dataset))
 
     def _here(self) -> str:
-        """This machine as timings know it."""
-        place = self.order.place
+        """Return the key of this machine for timings."""
+        place = self.request.place
         device, precision = place.device or place.default_device, place.precision or "fp32"
         return json.dumps(
             {**environment(device), "device": device, "precision": precision}, sort_keys=True

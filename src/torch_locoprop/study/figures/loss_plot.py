@@ -1,4 +1,4 @@
-"""Draw losses by epoch or by seconds."""
+"""Plots of losses by epoch or by seconds."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from torch_locoprop.study.figures.catalog import Loss, LossFigure, Panel, Series
 from torch_locoprop.study.figures.run_library import Found
 
 COLUMNS = 3
-"""Panels beside each other, at most."""
+"""The largest number of panels in a row."""
 
 LOGARITHMIC = 2.25
-"""From this ratio of the highest to the lowest loss in a panel, its scale is logarithmic."""
+"""A panel whose highest and lowest loss have at least this ratio gets a logarithmic scale."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A line with its runs, one a seed, and its seconds per epoch where they are known."""
+    """A line with its runs, one per seed, and its seconds per epoch if they are known."""
 
     series: Series
     runs: tuple[Found, ...]
@@ -38,16 +38,16 @@ class Drawn:
 
     @property
     def settled(self) -> tuple[Found, ...]:
-        """The runs that did not diverge; all of them if every one did."""
+        """The runs that did not diverge, or all runs if all diverged."""
         return tuple(run for run in self.runs if not run.result.diverged) or self.runs
 
     @property
     def diverged(self) -> bool:
-        """Whether no run came to its end."""
+        """True if all runs diverged."""
         return all(run.result.diverged for run in self.runs)
 
     def losses(self, loss: Loss) -> Floats:
-        """Return the losses `[seeds, epochs + 1]`, as far as all of them went."""
+        """Return the losses `[seeds, epochs + 1]`, up to the last epoch of the shortest run."""
         rows = [[getattr(row, loss) for row in run.metrics] for run in self.settled]
         shortest = min(map(len, rows))
         return np.array([row[:shortest] for row in rows])
@@ -60,7 +60,14 @@ class Drawn:
 def draw(
     figure: LossFigure, lines: Sequence[Sequence[Drawn]], subtitle: str, footer: Sequence[str]
 ) -> Figure:
-    """Return the picture; `lines` are those of each panel."""
+    """Return the picture.
+
+    Args:
+        figure: The figure.
+        lines: The lines of each panel.
+        subtitle: The text below the title.
+        footer: The lines below the panels.
+    """
     grid_like = len(figure.panels) > 2
     columns = min(len(figure.panels), COLUMNS)
     rows = math.ceil(len(figure.panels) / columns)
@@ -135,7 +142,7 @@ def _logarithmic(axis: Axis, ticks: Sequence[float]) -> None:
 
 
 def _from_the_first_visible(axes: Axes) -> None:
-    """Begin where the first line comes into the picture: before, there is nothing to see."""
+    """Start the axis where the first line enters the visible range."""
     top = axes.get_ylim()[1]
     seen = [
         np.asarray(line.get_xdata())[np.asarray(line.get_ydata()) <= top] for line in axes.lines
@@ -146,7 +153,7 @@ def _from_the_first_visible(axes: Axes) -> None:
 
 
 def _name_untimed(axes: Axes, lines: Sequence[Drawn]) -> None:
-    """Say in the panel what the legend has and the panel has not."""
+    """Name lines of the legend that the panel lacks because they were not timed."""
     names = [line.series.label for line in lines if line.seconds is None]
     if names:
         text = textwrap.fill(f"not timed: {', '.join(names)}", 26)
@@ -173,11 +180,10 @@ def _line(axes: Axes, panel: Panel, line: Drawn) -> None:
 
 
 def _limit(axes: Axes, losses: Sequence[Floats]) -> None:
-    """From the lowest loss to where half of the lines are after a tenth of the epochs.
+    """Set the range of losses: from the lowest to the median after a tenth of the epochs.
 
-    Higher, the lines that matter would be pressed together; what stays above is marked in the legend.
-    Where even this is a wide range, as with lines that come from far above or stay there, the scale is
-    logarithmic.
+    With a larger range, the differences at the end could not be seen. Lines above the range are marked
+    in the legend. The scale is logarithmic if even this range is wide.
     """
     finite = [each for each in losses if np.isfinite(each).all() and each.shape[1] > 1]
     if not finite:
@@ -198,17 +204,17 @@ def _limit(axes: Axes, losses: Sequence[Floats]) -> None:
 def _handles(
     lines: Sequence[Drawn], losses: Sequence[Loss], panels: Sequence[Axes]
 ) -> list[Line2D]:
-    """The lines by their final loss, those that diverged last."""
+    """Return the entries of the legend by final loss, with diverged lines last."""
     handles = []
     for line in sorted(lines, key=lambda each: each.final(losses[0])):
         look = style.line_look(line.series.painted_as, line.series.variant)
-        told = _told(line, losses, panels)
-        handles.append(Line2D([], [], label=f"{line.series.label}: {told}", **look))
+        text = _final_text(line, losses, panels)
+        handles.append(Line2D([], [], label=f"{line.series.label}: {text}", **look))
     return handles
 
 
-def _told(line: Drawn, losses: Sequence[Loss], panels: Sequence[Axes]) -> str:
-    """The final losses, an arrow where one is above the picture, and how many runs diverged."""
+def _final_text(line: Drawn, losses: Sequence[Loss], panels: Sequence[Axes]) -> str:
+    """Return the final losses, with an arrow if above the range, and the number of diverged runs."""
     if line.diverged:
         return "diverged"
     numbers = []

@@ -1,4 +1,4 @@
-"""The matching loss in pictures: an area under f, and how it depends on the activation."""
+"""The picture of the matching loss: an area under f, and losses by activation (Figures 1 and 2)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.study.figures import style
 
 TARGETS = (-2.0, -0.5, 0.5, 2.0)
-"""The targets a whose losses are drawn; f is flat at two of them if it is ReLU."""
+"""The targets a whose losses are drawn; ReLU is flat at two of them."""
 
 SHADES = ("#7fb2d8", "#2f7fbf", "#e0883a", "#b3431b")
 AREA = "#0b5fa5"
 POINTS = 400
 
 A, A_HAT = -0.6, 1.3
-"""The target and the activation between which the area is drawn."""
+"""The target and the activation at the ends of the area."""
 
 
 def area(transfer: Transfer, a: float, a_hat: float) -> tuple[Tensor, Tensor]:
-    """Return z from a to â, and f(z) − f(a), whose integral over z is the matching loss (Eq. 1)."""
+    """Return z from a to â, and f(z) − f(a); its integral over z is the matching loss (Eq. 1)."""
     z = torch.linspace(a, a_hat, POINTS, dtype=torch.float64)
     return z, transfer.f(z) - transfer.f(z[:1])
 
@@ -37,7 +37,7 @@ def losses(transfer: Transfer, a: float, a_hat: Tensor) -> Tensor:
 
 
 def draw(footer: Sequence[str]) -> Figure:
-    """Return the picture."""
+    """Return the picture with these lines below it."""
     title = "The matching loss of a transfer function f"
     figure = style.new_figure(12.4, 4.6, title)
     first, second, third = figure.subplots(1, 3)
@@ -77,7 +77,7 @@ def _area(axes: Axes, transfer: Transfer) -> None:
 def _losses(axes: Axes, transfer: Transfer, title: str) -> None:
     a_hat = torch.linspace(-4, 4, 801, dtype=torch.float64)
     for a, shade, width in zip(TARGETS, SHADES, (4, 1.9, 1.9, 1.9), strict=True):
-        # The first is wider: where f is flat, it lies behind the second.
+        # The first line is wider, as the second one covers it where f is flat.
         axes.plot(a_hat, losses(transfer, a, a_hat), color=shade, lw=width, label=f"a = {a:g}")
         axes.plot([a], [0], "o", ms=5, color=shade, clip_on=False, zorder=3)
     axes.set(xlim=(-4, 4), ylim=(0, 4), xlabel="â", ylabel="$D_F$(â, a)")

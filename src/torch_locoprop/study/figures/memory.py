@@ -1,4 +1,4 @@
-"""How much memory a piece of work holds at a time: the device's own count, or on the CPU ours."""
+"""The peak memory of a piece of work: counted by CUDA on a GPU, and here on the CPU."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of tensors that come into being while it is on, until they are gone.
+    """Counts the bytes of tensors that are created within this context, until they are freed.
 
-    A tensor's memory counts once, however many views it has. What an operation takes and gives back
-    within itself is not seen.
+    Views of a tensor are not counted again. Temporary memory within an operation is not seen.
     """
 
     def __init__(self) -> None:
@@ -49,9 +48,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def peak_bytes(work: Callable[[], object], device: str) -> int:
-    """Return the most memory that the work holds at a time beyond what was held before it."""
+    """Return the peak memory of the work in bytes, beyond what was allocated before."""
     if device == "cuda":
-        gc.collect()  # what earlier work left in cycles is not freed in the middle of this one
+        gc.collect()  # else garbage of earlier work may be freed during the measurement
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before: int = torch.cuda.memory_allocated()

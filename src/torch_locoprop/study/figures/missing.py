@@ -1,4 +1,4 @@
-"""What a figure lacks, and why, in few words."""
+"""The lines that a figure lacks, and the reasons."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Missing:
-    """Lines that are not in a figure, by their task and the reason."""
+    """Missing lines by task and reason."""
 
     lines: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 
     def note(self, task: str, line: str, reason: str) -> None:
-        """Remember that this line is missing, once."""
+        """Add a missing line, once."""
         same = self.lines.setdefault((task, reason), [])
         if line not in same:
             same.append(line)
 
-    def told(self, tasks: Collection[str]) -> tuple[str, ...]:
-        """Return a phrase for every reason, with the tasks unless it is all of these."""
+    def phrases(self, tasks: Collection[str]) -> tuple[str, ...]:
+        """Return one phrase per reason, with its tasks unless it holds for all of `tasks`."""
         where: dict[str, list[str]] = {}
         for (task, reason), lines in self.lines.items():
             where.setdefault(f"{', '.join(lines)} ({reason})", []).append(task)

@@ -1,21 +1,21 @@
-"""The paper's protocol: its tasks, and the settings where a method's own are not what a figure needs.
+"""The protocol of the paper: its tasks, and settings for tasks where a method's defaults do not fit.
 
-Everything else is as the methods are registered: settings for MNIST, tanh, the standard model and
-batches of 1000, whose origin each method names. Settings tuned for another task come with `--config`.
+The defaults in the records are for MNIST, tanh, the standard model and batches of 1000. Settings of a
+search for another task can be given with `--config`.
 """
 
 from torch_locoprop.study.figures.catalog import SOLVERS, Scale, iterations
 from torch_locoprop.study.methods import TUNED
 
-# An eigendecomposition takes seconds for the wide model's factors: no @1 or @10 of Shampoo there.
+# Eigendecompositions for the wide model take seconds, so Shampoo is not run there with @1 or @10.
 _RENEWED = ("kfac@10", "shampoo@100")
 
-# Found on MNIST by an earlier search; a later one found a smaller rate, stable at all seeds.
+# From an earlier search on MNIST; a later search found a smaller rate that is stable at all seeds.
 _RMSPROP = {"lr": 1.1e-3, "momentum": 0.909, "decay": 0.995, "eps": 1e-10}
 _EARLIER = ("relu", "fashion-mnist", "curves")
 _EARLIER_TRIALS = f"{TUNED}, the best of 64 earlier trials"
 
-# With one iteration LocoProp-S and -M are one method: RMSProp on the gradient of BackProp.
+# With one iteration, LocoProp-S and -M are the same method: RMSProp on BackProp's gradient.
 _ONE = {"lr": 3.198e-04, "gamma": 2.352, "momentum": 0.95, "decay": 0.995}
 _BOTH = ("locoprop-s", "locoprop-m")
 
@@ -48,7 +48,7 @@ PROTOCOL = Scale(
             "rmsprop": _RMSPROP,
             "locoprop-s": {"lr": 3.045e-06, "gamma": 154.0, "decay": 0.9},
         },
-        # The standard model's own lead nowhere in these.
+        # The settings for the standard model do not train these models well.
         "deep": {
             "rmsprop": {"lr": 3e-5},
             "adam": {"lr": 0.0003593, "momentum": 0.9156, "decay": 0.9853, "eps": 1.82e-07},

@@ -1,8 +1,8 @@
-"""A quick look at every figure: embedded images, small models, minutes on a CPU.
+"""A small scale for a quick look at every figure: generated images, small models, minutes on a CPU.
 
-The settings were found by two to ten trials each, most on the first task, by their final train loss
-at one seed; LocoProp's and RMSProp's start from the demo's. They make sensible pictures and are no
-tuned results.
+The settings are the best of two to ten trials each, most of them on the first task, by the final train
+loss at one seed; those of LocoProp and RMSProp start from the settings of the demo. They suffice for
+pictures, but are not tuned.
 """
 
 from torch_locoprop.study.figures.catalog import SOLVERS, Scale
@@ -83,6 +83,6 @@ QUICK = Scale(
         SOLVERS: dict.fromkeys(_SOLVERS, _ORIGIN),
     },
     images=IMAGES,
-    threads=1,  # more would gain little on such small matrices, and lose all on a busy machine
+    threads=1,  # more threads gain little on such small matrices and lose much on a busy machine
     note=f"quick version, on {IMAGES[0]:,} embedded curves",
 )

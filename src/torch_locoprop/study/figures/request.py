@@ -1,4 +1,4 @@
-"""What was asked for, and what came of it."""
+"""A request for figures, and a figure that was made."""
 
 from __future__ import annotations
 
@@ -16,7 +16,23 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class FigureRequest:
-    """What was asked for; `command` is how to ask again, with NAME for the figure's."""
+    """A request for figures.
+
+    Args:
+        scale: The tasks and settings.
+        images: The images of the tasks.
+        place: The device and precision.
+        folders: Folders with runs; new runs go into the first.
+        out: The folder for pictures.
+        command: The command that makes a figure, with NAME for the name of the figure.
+        epochs: Epochs of all runs; None for those of the scale.
+        seeds: The seeds of every line.
+        tuned: Configurations whose settings replace those of matching lines.
+        added: Methods to add to figures that compare methods.
+        without: Methods to leave out.
+        jobs: The number of runs at the same time.
+        only_existing: Train and measure nothing.
+    """
 
     scale: Scale
     images: Images
@@ -33,13 +49,21 @@ class FigureRequest:
     only_existing: bool = False
 
     def command_for(self, name: str) -> str:
-        """Return the command that makes this figure."""
+        """Return the command that makes the figure of this name."""
         return self.command.replace("NAME", name)
 
 
 @dataclass(frozen=True)
 class MadeFigure:
-    """A figure's files, the runs in it, and what is not in it, with the reason."""
+    """A figure that was made.
+
+    Args:
+        name: The name of the figure.
+        files: Its pictures; empty if it could not be drawn.
+        runs: The folders of its runs.
+        missing: What is missing, one phrase per reason.
+        text: A table as text, if the figure is a table.
+    """
 
     name: str
     files: tuple[Path, ...]

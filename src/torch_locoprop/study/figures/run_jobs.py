@@ -1,4 +1,4 @@
-"""Do the runs that are missing: one after the other, or several at a time in processes."""
+"""Train missing runs: one after the other, or several at a time in processes."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from torch_locoprop.study.training.runner import run
 
 Watch = Callable[[Metrics], None]
 Watching = Callable[[str, int], AbstractContextManager[Watch]]
-"""From the name of a run and its number of epochs to what is told each epoch."""
+"""Takes the name of a run and its epochs; yields the function to call with each epoch's metrics."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to do, or to finish, in a folder."""
+    """A run to start, or to finish, in a folder."""
 
     config: RunConfig
     folder: Path
@@ -37,7 +37,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a job ended: with a result, or with the reason why there is none."""
+    """The end of a job: its result, or the reason why it failed."""
 
     job: Job
     result: RunResult | None
@@ -48,7 +48,7 @@ Done = Callable[[Outcome], None]
 
 
 def one_by_one(jobs: Sequence[Job], images: Images, watching: Watching, done: Done) -> None:
-    """Do the jobs in this process, each with the whole machine."""
+    """Run the jobs in this process, one after the other."""
     for number, job in enumerate(jobs, 1):
         title = f"{job.name} ({number} of {len(jobs)} runs)"
         with watching(title, job.config.epochs) as watch:
@@ -59,7 +59,7 @@ def one_by_one(jobs: Sequence[Job], images: Images, watching: Watching, done: Do
 def together(
     jobs: Sequence[Job], images: Images, processes: int, done: Done, threads: int | None = None
 ) -> None:
-    """Do so many jobs at a time; Ctrl-C ends the processes, whose runs can go on later."""
+    """Run several jobs at a time in processes; Ctrl-C ends them, and their runs can be resumed."""
     context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU
     threads = threads or max(1, (os.cpu_count() or 1) // processes)
     pool = ProcessPoolExecutor(processes, context, _prepare, (threads,))
@@ -74,8 +74,8 @@ def together(
             process.terminate()
         if isinstance(error, BrokenProcessPool):
             raise RunError(
-                f"One of the {processes} processes was killed, perhaps for lack of memory. The same "
-                "command goes on where it stopped; try fewer --jobs."
+                f"One of the {processes} processes was killed, perhaps for lack of memory. Give the "
+                "same command again to continue, with fewer --jobs."
             ) from error
         raise
     pool.shutdown()
@@ -83,7 +83,7 @@ def together(
 
 @contextmanager
 def using_threads(threads: int | None) -> Iterator[None]:
-    """So many threads in this process, and as many as before afterwards."""
+    """Use this number of threads within this context; None changes nothing."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
@@ -93,16 +93,16 @@ def using_threads(threads: int | None) -> Iterator[None]:
 
 
 def _prepare(threads: int) -> None:
-    """Leave Ctrl-C to the parent, which ends us, and share the cores."""
+    """Ignore Ctrl-C, which the parent process handles, and set the number of threads."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(threads)
 
 
 def _do(job: Job, images: Images, watch: Watch = lambda row: None) -> Outcome:
-    """The job's outcome; a run that fails, out of memory say, does not take the others with it."""
+    """Run a job; a failure, such as a lack of memory, does not stop the other jobs."""
     data = images.load(job.config.dataset)
     try:
         result = run(job.config, job.folder, resume=True, data=data, on_epoch=watch)
-    except (RuntimeError, ImportError) as error:  # a package may be there, and too old
+    except (RuntimeError, ImportError) as error:  # a package may be too old
         return Outcome(job, None, (str(error) or type(error).__name__).splitlines()[0])
     return Outcome(job, result)

@@ -1,7 +1,7 @@
-"""Find the runs of a figure in folders of runs, and tell what is missing or only begun.
+"""The library of existing runs: find the run of a configuration in folders of runs.
 
-A result is a result wherever it was made: runs are matched by configuration and images, and by
-device and precision only where these were asked for.
+Runs are matched by configuration and images. Device and precision have to match only if the user asked
+for them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,20 @@ from torch_locoprop.study.training.run_result import RunResult
 
 @dataclass(frozen=True)
 class Place:
-    """The device and the precision of runs; None is any, and the default where one has to be run."""
+    """The device and precision that the user asked for.
+
+    Args:
+        device: The device; None accepts runs of any device.
+        precision: The precision; None accepts runs of any precision.
+        default_device: The device of new runs if none was asked for.
+    """
 
     device: str | None = None
     precision: str | None = None
     default_device: str = "cpu"
 
     def on(self, config: RunConfig) -> RunConfig:
-        """Return the configuration as it is run here."""
+        """Return the configuration with the device and precision of new runs."""
         return replace(
             config,
             device=self.device or self.default_device,
@@ -39,7 +45,7 @@ class Place:
         )
 
     def key(self, config: RunConfig) -> str:
-        """Return what two runs share that can stand for each other."""
+        """Return a key that is equal for runs that can replace each other."""
         fields = config.to_dict()
         for name, asked in (("device", self.device), ("precision", self.precision)):
             fields[name] = fields[name] if asked else None
@@ -48,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Found:
-    """A run in a folder, with what its `config.json` says of data and environment."""
+    """A run that was found, with its data and environment from `config.json`."""
 
     result: RunResult
     data: dict[str, str]
@@ -56,17 +62,17 @@ class Found:
 
     @property
     def config(self) -> RunConfig:
-        """Return the configuration of the run."""
+        """The configuration of the run."""
         return self.result.config
 
     @property
     def metrics(self) -> tuple[Metrics, ...]:
-        """Return the epochs of the run."""
+        """The metrics of the run."""
         return self.result.metrics
 
 
 class Library:
-    """The runs under some folders; new ones go into the first."""
+    """The runs in some folders and their subfolders; new runs go into the first folder."""
 
     def __init__(self, folders: Sequence[Path], images: Images, place: Place) -> None:
         self.folders, self.images, self.place = tuple(folders), images, place
@@ -75,7 +81,7 @@ class Library:
             self.add(path)
 
     def add(self, path: Path) -> None:
-        """Take note of the run in the folder; what is no run of this version is passed over."""
+        """Add the run in a folder; ignore the folder if it has no valid run."""
         try:
             description = RunFolder(path).description()
             config = RunConfig.from_dict(description["config"])
@@ -89,11 +95,11 @@ class Library:
         same[:] = [each for each in same if each.result.folder != path] + [found]
 
     def find(self, config: RunConfig) -> Found | None:
-        """Return a finished run of the configuration, or None."""
+        """Return a finished run of the configuration, or None if there is none."""
         return next((each for each in self._like(config) if each.result.finished), None)
 
     def begun(self, config: RunConfig) -> bool:
-        """Whether there is a run of the configuration, finished or not."""
+        """Return True if there is a run of the configuration, finished or not."""
         return any(True for _ in self._like(config))
 
     def timings(self, config: RunConfig) -> list[Found]:
@@ -102,7 +108,7 @@ class Library:
         return [each for each in self._of(key, config) if each.result.finished]
 
     def folder_for(self, config: RunConfig) -> Path:
-        """Return where to run the configuration: where it was begun, or a folder of its own."""
+        """Return the folder for a run: that of its unfinished run, or a new one."""
         exact = self.place.on(config)
         for each in self._like(config):
             begun = not each.result.finished and each.config == exact
@@ -111,7 +117,7 @@ class Library:
         return self.folders[0] / self._name(exact)
 
     def timing_folder(self, config: RunConfig, machine: str) -> Path:
-        """Return where to time the configuration: every machine has folders of its own."""
+        """Return the folder for timing a configuration on a machine."""
         digest = hashlib.sha256(machine.encode()).hexdigest()[:6]
         return self.folders[0] / TIMINGS / f"{self._name(self.place.on(config))}-{digest}"
 
@@ -132,7 +138,7 @@ class Library:
         return self.place.key(config)
 
     def _is_timing(self, path: Path) -> bool:
-        """Whether it is in such a subfolder; what is above the folders that were named says nothing."""
+        """Return True if a path is in a subfolder for timings of one of the library's folders."""
         return any(
             TIMINGS in (root.name, *path.relative_to(root).parts)
             for root in self.folders
@@ -141,12 +147,12 @@ class Library:
 
 
 def timing_key(config: RunConfig, place: Place) -> str:
-    """Return what two runs share that take the same time: a step takes it whatever its numbers are."""
+    """Return a key that is equal for runs that take the same time: numbers and seed do not matter."""
     return place.key(replace(without_numbers(config), seed=0))
 
 
 def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:
-    """Every folder below with a `config.json`, in the order of their names."""
+    """Yield all folders with a `config.json`, in the order of their names."""
     for root in roots:
         for folder, inner, files in os.walk(root):
             inner.sort()
@@ -155,7 +161,7 @@ def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:
 
 
 def where_made(runs: Sequence[Found]) -> str:
-    """Return on what machines, in what precision and with which torch the runs were made."""
+    """Return the machines, precisions and versions of torch of some runs as text."""
     made: dict[tuple[str, str], set[str]] = {}
     for each in runs:
         machine = each.environment.get("machine", "unknown machine")
@@ -168,7 +174,7 @@ def where_made(runs: Sequence[Found]) -> str:
 
 
 def environment_key(found: Found) -> str:
-    """Return what has to agree for seconds to be compared."""
+    """Return a key that is equal for runs whose seconds can be compared."""
     environment: Mapping[str, Any] = found.environment
     where = {"device": found.config.device, "precision": found.config.precision}
     return json.dumps({**environment, **where}, sort_keys=True)

@@ -1,4 +1,4 @@
-"""One look for all figures: sizes, colours, lines, frames, titles, footers, and how they are saved."""
+"""The style of all figures: sizes, colours, lines, frames, titles, footers, and their files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch_locoprop.study.methods import colour
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
 PANEL_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
-"""Of a method's variants: @1, @10, @100."""
+"""The dashes of a method's variants: the first, such as @1, is solid; then @10, @100."""
 
 DPI = 160
 
@@ -26,7 +26,7 @@ DPI = 160
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
     """Return an empty figure with its title at the top left."""
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    # The empty second line makes room for the subtitle, which is smaller.
+    # The empty second line leaves space for the subtitle, which is smaller.
     figure.suptitle(
         f"{title}\n " if subtitle else title, x=0.012, ha="left", fontsize=13, color=INK
     )
@@ -35,7 +35,7 @@ def new_figure(width: float, height: float, title: str, subtitle: str = "") -> F
 
 
 def add_footer(figure: Figure, lines: Sequence[str]) -> None:
-    """Write small lines below everything, wrapped to the figure's width."""
+    """Write small lines below the panels, wrapped to the width of the figure."""
     columns = int(figure.get_figwidth() * 17)
     wrapped = [part for line in lines for part in textwrap.wrap(line, columns)]
     figure.supxlabel(
@@ -44,7 +44,7 @@ def add_footer(figure: Figure, lines: Sequence[str]) -> None:
 
 
 def line_look(painted_as: str, variant: int) -> dict[str, Any]:
-    """Return colour and dashes of a method's variants, told apart by shade and by dashes."""
+    """Return the colour and dashes of a line; variants of a method differ in shade and dashes."""
     shade = 1 - 0.62 ** min(variant, 3)
     red, green, blue = (part + (1 - part) * 0.75 * shade for part in to_rgb(colour(painted_as)))
     dashes = DASHES[min(variant, len(DASHES) - 1)]
@@ -52,7 +52,7 @@ def line_look(painted_as: str, variant: int) -> dict[str, Any]:
 
 
 def finish(axes: Axes, title: str) -> None:
-    """Set the title, the frame and the grid."""
+    """Set the title, frame and grid of a panel."""
     axes.set_title(title, **PANEL_TITLE)
     axes.tick_params(colors=INK, which="both", length=3, labelsize=8.5)
     axes.grid(axis="y", color=GRID, lw=0.8)
@@ -63,11 +63,11 @@ def finish(axes: Axes, title: str) -> None:
 
 
 def save(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Write PNG and PDF, each whole or not at all, and return their paths."""
+    """Write the figure as PNG and PDF and return their paths."""
     paths = []
     for kind in ("png", "pdf"):
         content = io.BytesIO()
-        # Without the date, the same figure has the same bytes.
+        # Without the date, equal figures have equal bytes.
         metadata = {"CreationDate": None} if kind == "pdf" else None
         figure.savefig(content, format=kind, dpi=DPI, metadata=metadata)
         paths.append(folder / f"{name}.{kind}")

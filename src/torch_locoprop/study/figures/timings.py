@@ -1,7 +1,7 @@
-"""Seconds per epoch, from runs that had the machine to themselves.
+"""Seconds per epoch, from short runs without other work on the machine.
 
-The seconds of a run that shared its machine say nothing, and whether it did cannot be told later. So
-every line that is drawn by seconds is timed again, for a few epochs, alone, on one machine.
+The seconds of a run are useless if it shared its machine with others, which cannot be detected later.
+Therefore each line that is drawn by seconds is timed again for a few epochs, alone, on one machine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch_locoprop.study.figures.run_library import Found, Library, environment
 from torch_locoprop.study.training.config import RunConfig
 
 LEAST = 2
-"""Epochs to time, after one that does not count: it may capture a graph and choose kernels."""
+"""Epochs to time, after a first one that records CUDA graphs and selects kernels."""
 
 
 def timing_config(config: RunConfig, images: int) -> RunConfig:
-    """Return the short run that times the configuration on so many images.
+    """Return the short run that times a configuration on this number of training images.
 
-    A preconditioner that is renewed every k steps is timed over whole periods of k.
+    A preconditioner that is renewed every k steps is timed over whole periods of k steps.
     """
     steps = math.ceil(images / config.batch_size)
     every = int(config.settings.get("every", 1))
@@ -30,14 +30,21 @@ def timing_config(config: RunConfig, images: int) -> RunConfig:
 
 
 def seconds_per_epoch(timing: Found) -> float:
-    """Return the mean over the epochs after the first."""
+    """Return the mean seconds of the epochs after the first."""
     first, last = timing.metrics[1], timing.metrics[-1]
     return (last.seconds - first.seconds) / (last.epoch - first.epoch)
 
 
 @dataclass(frozen=True)
 class Clock:
-    """Seconds per epoch of configurations, by their position, all from one machine."""
+    """Seconds per epoch of some configurations, all from one machine.
+
+    Args:
+        seconds: Seconds per epoch by the position of the configuration.
+        machine: The machine.
+        left_out: The positions of configurations that were not timed on this machine.
+        precision: The precision of the timings.
+    """
 
     seconds: Mapping[int, float]
     machine: str
@@ -46,12 +53,23 @@ class Clock:
 
 
 def timed(library: Library, wanted: Sequence[RunConfig], here: str | None) -> Clock:
-    """Return the seconds of these timing runs from the machine that has most, `here` if it ties."""
+    """Return the seconds of some configurations from the machine that timed most of them.
+
+    Args:
+        library: The runs.
+        wanted: The configurations of the timing runs.
+        here: The key of the machine that wins ties.
+    """
     return of_one_machine([library.timings(config) for config in wanted], here)
 
 
 def of_one_machine(found: Sequence[Sequence[Found]], here: str | None = None) -> Clock:
-    """Return the seconds from the machine that has most of these timings, some for each position."""
+    """Return the seconds from the machine that has most of these timings.
+
+    Args:
+        found: The timings of each configuration.
+        here: The key of the machine that wins ties.
+    """
     machines = {environment_key(each): each for same in found for each in same}
     by_machine = {
         machine: {
@@ -71,7 +89,7 @@ def of_one_machine(found: Sequence[Sequence[Found]], here: str | None = None) ->
 
 
 def _usable(timing: Found) -> bool:
-    """Whether it got beyond the epoch that does not count."""
+    """Return True if the timing has enough epochs after the first."""
     return len(timing.metrics) > LEAST
 
 
@@ -79,10 +97,10 @@ def _machine(found: Found) -> str:
     name = str(found.environment.get("machine", "unknown machine"))
     if found.config.device == "cuda":
         return f"{name}, {found.config.precision}"
-    return f"{name}, {threads_told(found.environment)}"
+    return f"{name}, {threads_text(found.environment)}"
 
 
-def threads_told(environment: Mapping[str, Any]) -> str:
-    """Return how many threads there were."""
+def threads_text(environment: Mapping[str, Any]) -> str:
+    """Return the number of threads as text: `1 thread`, `2 threads`."""
     threads = environment.get("threads")
     return f"{threads} thread{'' if threads == 1 else 's'}"

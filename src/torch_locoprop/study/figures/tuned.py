@@ -1,4 +1,4 @@
-"""Put settings that a search found in the place of a figure's own."""
+"""Replace settings of a figure by those that a search found."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
 from torch_locoprop.study.training.config import RunConfig
 
 TASK = ("dataset", "model", "transfer", "batch_size")
-"""What has to agree for settings to carry over."""
+"""The fields that must be equal for tuned settings to be used."""
 
 KINDS = ("solver", "grafting")
-"""Settings that are words: numbers tuned for one of them mean nothing for another."""
+"""Settings that must be equal too: numbers tuned for one solver do not fit another."""
 
 
 def with_tuned(figure: LossFigure, tuned: Sequence[RunConfig]) -> LossFigure:
-    """Return the figure with the tuned settings wherever method and task agree."""
+    """Return the figure with tuned settings in all lines of the same method and task."""
     panels = []
     for panel in figure.panels:
         series = tuple(_series(each, tuned) for each in panel.series)
@@ -25,7 +25,7 @@ def with_tuned(figure: LossFigure, tuned: Sequence[RunConfig]) -> LossFigure:
 
 
 def is_used(config: RunConfig, panels: Sequence[Panel]) -> bool:
-    """Whether some line takes its settings from this configuration."""
+    """Return True if a line uses the settings of this configuration."""
     return any(_fits(config, each) for panel in panels for each in panel.series)
 
 
@@ -47,12 +47,12 @@ def _fits(config: RunConfig, series: Series) -> bool:
 
 
 def _agreement(config: RunConfig, series: Series) -> int:
-    """How many of the settings that make the line what it is the search had too."""
+    """Return how many of the line's own settings are equal in the search."""
     return sum(config.settings.get(name) == value for name, value in _own(series).items())
 
 
 def _own(series: Series) -> dict[str, object]:
-    """What the line keeps: its @k, and what sets it apart from its neighbours."""
+    """Return the settings that the line keeps: its @k, and those that distinguish it from others."""
     settings = series.config.settings
     names = [*series.fixed, *(["every"] if "@" in series.config.method else [])]
     return {name: settings[name] for name in names}

@@ -124,7 +124,7 @@ def register(method: Method) -> None:
     if method.name in _RECORDS:
         raise ValueError(f"There is a method {method.name!r} already. Choose another name.")
     if "@" in method.name:
-        raise ValueError(f"Invalid name={method.name!r}. What follows an @ is the setting every.")
+        raise ValueError(f"Invalid name={method.name!r}. An @ is reserved for the setting every.")
     _RECORDS[method.name] = method
 
 
@@ -149,7 +149,7 @@ def get(name: str) -> Method:
     if not at:
         return method
     if "every" not in method.settings:
-        raise ValueError(f"Unknown method {name!r}: {base} has nothing to renew every k steps.")
+        raise ValueError(f"Unknown method {name!r}: {base} has no setting every, so it has no @k.")
     if not every.isdecimal() or int(every) < 1:
         raise ValueError(f"Unknown method {name!r}. The @ must be followed by an integer >= 1.")
     return replace(

@@ -32,7 +32,7 @@ class Span:
         if not 0 < self.low < self.high < math.inf:
             raise ValueError("the lower end must be above 0 and below the upper end")
         if self.of_rest and self.high > 1:
-            raise ValueError("the setting must be between 0 and 1, without the latter")
+            raise ValueError("the setting must be at least 0 and below 1")
 
     @property
     def ends(self) -> tuple[Any, ...]:

@@ -1,1 +1,1 @@
-"""The autoencoders of the study, by name or by their widths."""
+"""The autoencoders of the study: ``architectures`` by name or widths, ``autoencoder`` builds them."""

@@ -1,6 +1,6 @@
-"""The study's models by name: presets or a string of widths, with any transfer of the table.
+"""Models by name: the presets of the paper, or a string of widths, with any transfer of the library.
 
-Weights depend on the seed alone: they are drawn on the CPU, whatever the device they train on.
+Initial weights depend on the seed alone: they are drawn on the CPU, also for training on a GPU.
 """
 
 import torch
@@ -15,13 +15,13 @@ PRESETS: dict[str, tuple[int, ...]] = {
     "deep": (784, 1000, *(8 * [500]), 250, 30),
     "wide": (784, 4000, 2000, 1000, 120),
 }
-"""The paper's models, as widths from the input to the code; the decoder mirrors them."""
+"""The models of the paper as widths from the input to the code; the decoder mirrors them."""
 
 UNSUITABLE = {
-    "softmax": "It ties the units of a layer to each other",
+    "softmax": "It couples the units of a layer",
     "step": "It is flat, so no gradient passes through it",
 }
-"""Transfers that the table has and that cannot stand between two layers, and why."""
+"""Transfers of the library that cannot be used between two layers, and the reason."""
 
 SUITABLE = tuple(name for name in transfers.NAMES if name not in UNSUITABLE)
 
@@ -29,11 +29,11 @@ TORCH: dict[str, type[nn.Module]] = {
     **{"tanh": nn.Tanh, "relu": nn.ReLU, "softplus": nn.Softplus},
     **{"elu": nn.ELU, "selu": nn.SELU, "celu": nn.CELU},
 }
-"""torch's modules, where the table's formula takes several operations: LocoProp looks for one."""
+"""Modules of torch for transfers whose formula takes several operations; LocoProp detects them."""
 
 
 class Elementwise(nn.Module):
-    """A transfer of the table as a module."""
+    """A transfer of the library as a module."""
 
     def __init__(self, transfer: Transfer) -> None:
         super().__init__()
@@ -47,7 +47,11 @@ class Elementwise(nn.Module):
 
 
 def sizes_of(model: str) -> tuple[int, ...]:
-    """Return the widths, input to code, of a preset or of a string such as `784-64-16`."""
+    """Return the widths from the input to the code of a preset, or of a string such as `784-64-16`.
+
+    Raises:
+        ValueError: If `model` is neither.
+    """
     if model in PRESETS:
         return PRESETS[model]
     widths = model.split("-")
@@ -60,22 +64,26 @@ def sizes_of(model: str) -> tuple[int, ...]:
 
 
 def transfer_between(name: str) -> Transfer:
-    """Return the transfer of that name, if it can stand between two layers."""
+    """Return the transfer of this name.
+
+    Raises:
+        ValueError: If there is none, or if it cannot be used between two layers.
+    """
     if name.lower().replace("-", "_") not in (*transfers.NAMES, *transfers.NON_MONOTONE):
         raise ValueError(f"Invalid transfer={name!r}. Must be one of {', '.join(SUITABLE)}.")
     transfer = transfers.get(name)
     if transfer.name in UNSUITABLE:
         raise ValueError(
-            f"Invalid transfer={name!r}. {UNSUITABLE[transfer.name]}: it cannot stand between "
+            f"Invalid transfer={name!r}. {UNSUITABLE[transfer.name]}: it cannot be used between "
             f"layers. Use one of {', '.join(SUITABLE)}."
         )
     return transfer
 
 
 def build(model: str, transfer: str = "tanh", seed: int = 0) -> nn.Sequential:
-    """Return the untrained model on the CPU, with the paper's initialisation."""
+    """Return the untrained model on the CPU, with the initialisation of the paper."""
     sizes, between = sizes_of(model), transfer_between(transfer)
-    with torch.random.fork_rng(devices=[]):  # torch's own initialisation draws from the global one
+    with torch.random.fork_rng(devices=[]):  # nn.Linear draws from the global generator
         return deep_autoencoder(
             sizes,
             transfer=TORCH.get(between.name, lambda: Elementwise(between)),

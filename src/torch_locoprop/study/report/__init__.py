@@ -1,7 +1,7 @@
-"""The report: one HTML page over any set of runs, with everything it needs inside it.
+"""The report: one HTML page over any set of runs, as a single file without outside resources.
 
-`runs` reads folders, `series` puts the seeds of a configuration together, `clock` finds what they take
-when they are alone, `gather` puts what can be compared side by side, `gallery` draws reconstructions,
-and `page` makes the page of all that. What the page does in a browser is in `curves.js`, `ranking.js`
-and `page.js`.
+``runs`` reads folders, ``series`` groups the seeds of a configuration, ``clock`` finds timings,
+``comparison`` groups comparable series, ``gallery`` draws reconstructions, and ``page`` writes the
+page. Its scripts are ``curves.js``, ``ranking.js`` and ``page.js``. Figures for print are in
+``torch_locoprop.study.figures``.
 """

@@ -1,7 +1,7 @@
-"""Seconds an epoch takes, from short runs that had the machine to themselves.
+"""Seconds per epoch for the report, from the timings that `locoprop figure` made.
 
-`locoprop figure` makes such runs, in subfolders for timings, and draws by their seconds alone. So does
-the page, for a task that has some.
+Timings are short runs without other work on the machine, in subfolders of their own. If a task has
+timings, the page uses their seconds and not those of the runs.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from torch_locoprop.study.training.run_result import RunResult
 
 
 def clock_of(series: Iterable[Series], timings: Sequence[Run]) -> Clock:
-    """Return the seconds of the series, by their position, from the machine that timed most."""
+    """Return the seconds per epoch of the series, from the machine that timed most of them."""
     known = [found for run in timings if (found := _found(run)) and found.result.finished]
     return of_one_machine([_like(each, known) for each in series])
 
 
 def _like(series: Series, timings: Iterable[Found]) -> list[Found]:
-    """Those that timed the series."""
+    """Return the timings of a series."""
     own = _found(series.runs[0])
     return [] if own is None else [each for each in timings if _key(each) == _key(own)]
 
 
 def _found(run: Run) -> Found | None:
-    """The run as the figures know it; None where its method is not known here."""
+    """Return the run in the form that figures use; None if its method is not registered."""
     try:
         config = RunConfig.from_dict(run.config)
     except ValueError:
@@ -40,6 +40,6 @@ def _found(run: Run) -> Found | None:
 
 
 def _key(found: Found) -> str:
-    """How many epochs a timing has follows from all the rest, so they need not agree."""
+    """Return a key that is equal for a run and its timing, which may differ in epochs."""
     config = replace(found.config, epochs=1)
     return timing_key(config, Place()) + json.dumps(found.data.get("fingerprint"))

@@ -1,7 +1,6 @@
-"""Runs put side by side: a task for what can be compared, its series in their order, a summary.
+"""Runs grouped into tasks, the series of each task by rank, and a summary.
 
-Runs are compared with runs on equal images, with the same model, transfer, batch size and epochs.
-There is no ranking across tasks.
+Runs are compared only with runs on equal images, with the same model, transfer, batch size and epochs.
 """
 
 from __future__ import annotations
@@ -22,46 +21,46 @@ from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.report.series import LOSSES, TASK, Series, Spread
 
 CLOCK = ("machine", "threads", "torch")
-"""What of an environment has to agree for seconds to be comparable."""
+"""The entries of an environment that must be equal for seconds to be comparable."""
 
 FAR_APART = 1.5
-"""A ratio of losses that no luck with a seed explains: one of the runs failed."""
+"""A ratio of final losses at different seeds above which one of the runs probably failed."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """Series that can be compared, the best first, and what is known of their seconds."""
+    """A task: series that can be compared, the best first, and their timings."""
 
     series: tuple[Series, ...]
     clock: Clock
 
     def alone(self, series: Series) -> float | None:
-        """Seconds an epoch takes with the machine to itself, if the series was timed so."""
+        """Return the seconds per epoch of the series from its timing, or None if it was not timed."""
         return self.clock.seconds.get(self.series.index(series))
 
     @property
     def runs(self) -> list[Run]:
-        """All runs."""
+        """The runs of all series."""
         return [run for series in self.series for run in series.runs]
 
     @property
     def about(self) -> dict[str, Any]:
-        """What all runs have in common: the images, the model, the length."""
+        """The fields that all runs share: data set, model, transfer, batch size and epochs."""
         run = self.runs[0]
         return {**{name: run.config[name] for name in TASK}, "data": run.data}
 
     @property
     def title(self) -> str:
-        """The task in a few words."""
+        """A short title of the task."""
         about = self.about
         source = about["data"].get("source")
-        # Of curves there are two sets: the published ones, and those that are drawn here.
+        # The name curves has two sources: the published images, and generated ones.
         of = f" ({source})" if about["dataset"] == "curves" and source else ""
         return f"{about['dataset']}{of} · {about['model']} · {about['transfer']}"
 
     @property
     def details(self) -> str:
-        """What the title leaves out."""
+        """The rest of the task: epochs, batch size and data."""
         about = self.about
         source = about["data"].get("source", "of unknown origin")
         return (
@@ -71,12 +70,12 @@ class Task:
 
     @cached_property
     def placed(self) -> tuple[Series, ...]:
-        """The series that have a place in the ranking: every run of them finished."""
+        """The ranked series: those whose runs all finished."""
         return tuple(series for series in self.series if series.state == FINISHED)
 
     @cached_property
     def same(self) -> dict[str, Any]:
-        """The hyper-parameters that are equal in all series."""
+        """The hyper-parameters that are equal in all series, with their values."""
         first, *others = (series.hyper_parameters for series in self.series)
         return {
             name: value
@@ -86,13 +85,18 @@ class Task:
 
     @cached_property
     def varied(self) -> tuple[str, ...]:
-        """The other hyper-parameters."""
+        """The names of the hyper-parameters that differ between series."""
         names = dict.fromkeys(name for series in self.series for name in series.hyper_parameters)
         return tuple(name for name in names if name not in self.same)
 
 
 def tasks(runs: Iterable[Run], timings: Sequence[Run] = ()) -> list[Task]:
-    """Return the runs by task, the task with the most runs first."""
+    """Return the tasks of some runs, that with the most runs first.
+
+    Args:
+        runs: The runs.
+        timings: Timings of the methods.
+    """
     groups = [_series(group) for group in _grouped(runs, _task_key)]
     found = [Task(series, clock_of(series, timings)) for series in groups]
     return sorted(found, key=lambda task: -len(task.runs))
@@ -130,7 +134,7 @@ def _rank(series: Series) -> tuple[int, float, str]:
 
 
 def _labels(ranked: Sequence[Series]) -> list[str]:
-    """The names of the series, no two alike: what is usual, and digits after four, where needed."""
+    """Return unique labels, with common values and more than four digits only where needed."""
     labels: list[str] = []
     for whole, digits in ((False, ".4g"), (False, ""), (True, "")):
         labels = [_label(series, ranked, whole, digits) for series in ranked]
@@ -140,7 +144,7 @@ def _labels(ranked: Sequence[Series]) -> list[str]:
 
 
 def _dashes(ranked: Sequence[Series]) -> list[int]:
-    """Number the series of each colour from 0, those first of which least has to be said."""
+    """Return the index of each series among those of its colour, the shortest label first."""
     said = [len(_telling(series, ranked, False)) for series in ranked]
     used: Counter[str] = Counter()
     dashes = [0] * len(ranked)
@@ -151,7 +155,7 @@ def _dashes(ranked: Sequence[Series]) -> list[int]:
 
 
 def _label(series: Series, others: Sequence[Series], whole: bool, digits: str) -> str:
-    """The method's name, with what tells the series from those of the same method."""
+    """Return the method's name and the values that distinguish the series from others of it."""
     differing = [
         f"{name}={format(value, digits) if isinstance(value, float) else value}"
         for name, value in _telling(series, others, whole).items()
@@ -160,7 +164,10 @@ def _label(series: Series, others: Sequence[Series], whole: bool, digits: str) -
 
 
 def _telling(series: Series, others: Sequence[Series], whole: bool) -> dict[str, Any]:
-    """What is not the same in all series of the method, and not usual unless `whole`."""
+    """Return the hyper-parameters that differ between series of the method.
+
+    Common values are left out unless `whole`.
+    """
     rivals = [other.hyper_parameters for other in others if other.method == series.method]
     return {
         name: value
@@ -171,11 +178,11 @@ def _telling(series: Series, others: Sequence[Series], whole: bool) -> dict[str,
 
 
 def _usual(method: str, name: str, rivals: Sequence[dict[str, Any]]) -> Any:
-    """What goes without saying: the method's default, or else what several of its series have."""
+    """Return the common value of a setting: the default, or else one that several series have."""
     values = [rival[name] for rival in rivals if name in rival]
     try:
         default = methods.get(method).settings.get(name)
-    except ValueError:  # not known here
+    except ValueError:  # the method is not registered
         default = None
     if default in values:
         return default
@@ -184,9 +191,9 @@ def _usual(method: str, name: str, rivals: Sequence[dict[str, Any]]) -> Any:
 
 
 def view(task: Task, loss: str) -> tuple[float, float] | None:
-    """Return the range of losses in which the differences at the end can be seen.
+    """Return the range of losses to show at first, so that final differences can be seen.
 
-    The first epochs, many times higher, would flatten them, and so would one series that failed.
+    The much higher losses of first epochs and of failed series are outside.
     """
     steady = task.placed or [series for series in task.series if series.state != DIVERGED]
     curves = [series.curve(LOSSES[loss]) for series in steady]
@@ -204,7 +211,7 @@ def view(task: Task, loss: str) -> tuple[float, float] | None:
 
 
 def summary(task: Task) -> str:
-    """Return the outcome in one or two sentences."""
+    """Return the result of the task in one or two sentences."""
     if not task.placed:
         states = {series.state for series in task.series}
         return "Every run diverged." if states == {DIVERGED} else "No run has finished yet."
@@ -231,7 +238,7 @@ def _last(series: Series, loss: str) -> Spread:
 
 
 def cautions(task: Task) -> list[str]:
-    """Return what a reader should know before believing the summary."""
+    """Return reasons to doubt the summary, such as few seeds."""
     found = []
     if len(task.placed) > 1:
         best, second = (_last(series, "train") for series in task.placed[:2])
@@ -250,17 +257,17 @@ def cautions(task: Task) -> list[str]:
     return found
 
 
-def clock_told(task: Task) -> str:
-    """Return where the seconds come from, for whoever is about to compare them."""
+def clock_text(task: Task) -> str:
+    """Return where the seconds of the task come from."""
     clock, differ = task.clock, clock_notes(task)
     if not clock.seconds:
-        told = (
-            "Seconds of training alone. They compare methods only on the same machine, and only if "
-            "no run shared it with another."
+        text = (
+            "Seconds of training, without evaluation. They can be compared only between runs on the "
+            "same machine that did not run at the same time."
         )
-        return f"{told} These runs differ in {'; '.join(differ)}." if differ else told
-    told = (
-        f"Seconds of training, from short runs that had the machine to themselves: {clock.machine}."
+        return f"{text} These runs differ in {'; '.join(differ)}." if differ else text
+    text = (
+        f"Seconds of training, from short runs without other work on the machine: {clock.machine}."
     )
     labels = [series.label for series in task.series]
     others = [
@@ -269,18 +276,18 @@ def clock_told(task: Task) -> str:
         if task.series[index].hyper_parameters.get("precision") != clock.precision
     ]
     if others:
-        told += f" Trained in another precision: {', '.join(others)}."
+        text += f" Trained in another precision: {', '.join(others)}."
     if clock.left_out:
-        told += (
-            f" Not timed so: {', '.join(labels[index] for index in clock.left_out)}. They are not "
-            "drawn by seconds; in the ranking they have those of their own runs, which may have "
-            "shared a machine."
+        text += (
+            f" Not timed: {', '.join(labels[index] for index in clock.left_out)}. These are not drawn "
+            "by seconds. The ranking shows the seconds of their own runs, which may have shared a "
+            "machine."
         )
-    return told
+    return text
 
 
 def clock_notes(task: Task) -> list[str]:
-    """Return why the seconds of the runs should not be compared, as far as the files tell."""
+    """Return in what the environments of the runs differ, which makes seconds incomparable."""
     found = []
     for name in CLOCK:
         values = {str(run.environment.get(name, "unknown")) for run in task.runs}

@@ -1,18 +1,18 @@
-// The curves: what plotly draws for a task and the choices made on the page.
+// The curves: what plotly draws for a task, by the options that the reader chose.
 "use strict";
 
-/** Pixels of the strokes that broken lines of one colour are made of, before any dots. */
+/** Lengths in pixels of the strokes and gaps of dashed lines, before any dots. */
 const STROKES = [10, 4, 20];
 const SHOWN_AT_FIRST = 16;
-/** On paper the size is fixed: a page is laid out for its paper after the last moment to draw. */
+/** The size in print is fixed, as a browser lays out a page for print after the last redraw. */
 const PRINTED = { autosize: false, width: 680, height: 380 };
 
-/** A colour of the document's theme. */
+/** Return a colour of the document's theme. */
 function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** The series' colour, lighter on a dark page, where the palette would be hard to see. */
+/** Return the colour of a series, lighter on a dark page. */
 function inked(colour, opacity = 1) {
   const light = Number(themed("--lighten"));
   const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
@@ -20,7 +20,7 @@ function inked(colour, opacity = 1) {
   return `rgba(${mixed.join(",")},${opacity})`;
 }
 
-/** The series' strokes and gaps as SVG has them: each further round of strokes has a dot more. */
+/** Return the dashes of a series in the format of SVG; after all patterns, dots are added. */
 function dashes(series) {
   if (series.dash === 0) return "none";
   const stroke = STROKES[(series.dash - 1) % STROKES.length];
@@ -28,7 +28,7 @@ function dashes(series) {
   return `${stroke}px, 4px${", 2px, 4px".repeat(dots)}`;
 }
 
-/** Text for plotly, which reads some markup in names. */
+/** Escape text for plotly, which interprets some markup in names. */
 function plain(text) {
   return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 }
@@ -87,7 +87,7 @@ function runLines(series, choice) {
   });
 }
 
-/** A cross where a run left, at the upper edge if it left beyond it. */
+/** Mark the last epoch of a diverged run, at the upper edge if it is above the view. */
 function crosses(series, choice, top) {
   const ended = series.runs.filter((run) => run.state === "diverged");
   const last = (run) => run[choice.loss].findLastIndex((value) => value !== null);
@@ -104,7 +104,7 @@ function crosses(series, choice, top) {
   };
 }
 
-/** From the lowest to the highest loss shown: near the end of training, or of all of it. */
+/** Return the lowest and highest loss to show: of the end of training, or of the whole run. */
 function verticalRange(task, choice, hidden) {
   if (choice.range === "final") return task.view[choice.loss];
   const steady = task.series.filter((series, at) => series.state !== "diverged" && !hidden.has(at));
@@ -120,7 +120,7 @@ function verticalRange(task, choice, hidden) {
 function axis(title, more) {
   return {
     title: { text: title, standoff: 12 },
-    automargin: true, // or numbers of four digits run into the title
+    automargin: true, // else numbers of four digits overlap the title
     color: themed("--ink"),
     gridcolor: themed("--line"),
     linecolor: themed("--faint"),
@@ -131,7 +131,7 @@ function axis(title, more) {
   };
 }
 
-/** Round numbers between two others for a logarithmic axis, few enough to be read. */
+/** Return a few round numbers between two others, for a logarithmic axis. */
 function logarithmicTicks(low, high) {
   const decades = [];
   for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += 1) decades.push(10 ** power);
@@ -162,7 +162,7 @@ function layout(task, choice, range, hidden) {
   return {
     xaxis: axis(choice.x === "seconds" ? "seconds of training" : "epoch", {
       range: [0, 1.01 * end],
-      ...(choice.x !== "seconds" && end <= 8 ? { dtick: 1 } : {}), // there is no half an epoch
+      ...(choice.x !== "seconds" && end <= 8 ? { dtick: 1 } : {}), // no ticks at half epochs
       unifiedhovertitle: { text: "epoch %{x}" },
     }),
     yaxis: vertical(choice, range),
@@ -178,7 +178,7 @@ function layout(task, choice, range, hidden) {
   };
 }
 
-/** Draw the task; `hidden` holds the indices of the series that are not to be seen. */
+/** Draw a task; `hidden` has the indices of the hidden series. */
 function drawCurves(place, task, choice, hidden) {
   const range = verticalRange(task, choice, hidden);
   const traces = task.series.flatMap((series, at) => hidden.has(at) ? [] : [
@@ -195,7 +195,7 @@ function drawCurves(place, task, choice, hidden) {
   return Plotly.react(place, traces, layout(task, choice, range, hidden), options);
 }
 
-/** Shown series that end above the upper edge, which the reader would miss. */
+/** Return the visible series that end above the upper edge. */
 function aboveView(task, choice, hidden) {
   const range = verticalRange(task, choice, hidden);
   return task.series.filter((series, at) => {

@@ -1,4 +1,4 @@
-"""Reconstructions: test images, and what each series makes of them, as PNG inside the page."""
+"""Reconstructions of test images by each series, as PNG images inside the page."""
 
 from __future__ import annotations
 
@@ -25,20 +25,31 @@ from torch_locoprop.study.training.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Gallery:
-    """Rows of images, `(label, colour, note, PNG data URIs)`, and why others are missing."""
+    """Rows of images for one task.
+
+    Args:
+        rows: The label, colour, note and images (PNG data URIs) of each row.
+        missing: Why other rows are missing.
+    """
 
     rows: tuple[tuple[str, str, str, list[str]], ...]
     missing: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the gallery as the page reads it."""
+        """Return the gallery in the format of the page."""
         names = ("label", "colour", "note", "images")
         rows = [dict(zip(names, row, strict=True)) for row in self.rows]
         return {"rows": rows, "missing": list(self.missing)}
 
 
 def gallery(task: Task, images: int, data_dir: Path | None) -> Gallery:
-    """Return `images` test images and their reconstructions by each series that has a checkpoint."""
+    """Return test images and their reconstructions by each series that has a checkpoint.
+
+    Args:
+        task: The task.
+        images: The number of images; 0 for an empty gallery.
+        data_dir: A folder with data sets.
+    """
     if not images:
         return Gallery((), ())
     chosen = [_with_checkpoint(series) for series in task.series]
@@ -64,7 +75,7 @@ def gallery(task: Task, images: int, data_dir: Path | None) -> Gallery:
 
 
 def _with_checkpoint(series: Series) -> Run | None:
-    """The first of the runs that count, or else of all, whose model was kept."""
+    """Return the first run with a checkpoint, from the runs that count or else from all runs."""
     runs = (*series.counted, *series.runs)
     return next((run for run in runs if (run.folder / "checkpoint.pt").is_file()), None)
 
@@ -72,14 +83,14 @@ def _with_checkpoint(series: Series) -> Run | None:
 def _originals(
     name: str, recorded: Mapping[str, Any], number: int, data_dir: Path | None
 ) -> Tensor:
-    """Return `[number, pixels]` of the images that the runs were tested on."""
+    """Return `[number, pixels]` test images of the data set of the runs."""
     data = datasets.load(name, data_dir, download=False)
     if data.fingerprint != recorded.get("fingerprint"):
         if "generated" in (source := str(recorded.get("source"))):
-            raise DatasetError(f"The runs had images of their own ({source}), which no file has.")
+            raise DatasetError(f"The runs used generated images ({source}), which are not stored.")
         raise DatasetError(
-            f"{name} as it is found here has the fingerprint {data.fingerprint}, and the runs had "
-            f"{recorded.get('fingerprint')}. Name the folder with their images with --data-dir."
+            f"{name} has the fingerprint {data.fingerprint} here, and the runs have "
+            f"{recorded.get('fingerprint')}. Give the folder with their images with --data-dir."
         )
     if math.isqrt(data.test.shape[1]) ** 2 != data.test.shape[1]:
         raise DatasetError(f"Images of {data.test.shape[1]} pixels are not square.")
@@ -87,7 +98,10 @@ def _originals(
 
 
 def _choice(data: Dataset, number: int) -> list[int]:
-    """Evenly spaced images; where there are labels, the first of each label, then the second, ..."""
+    """Return the positions of test images: the first of each label, then the second, and so on.
+
+    Without labels, the positions are evenly spaced.
+    """
     total = len(data.test)
     number = min(number, total)
     if data.test_labels is None:
@@ -102,18 +116,18 @@ def _choice(data: Dataset, number: int) -> list[int]:
 
 @torch.no_grad()
 def _reconstructed(run: Run, originals: Tensor) -> tuple[Tensor, int]:
-    """Return the images as the run's last checkpoint has them, and its epoch."""
+    """Return the reconstructions by the last checkpoint of a run, and its epoch."""
     checkpoint = RunFolder(run.folder).checkpoint()
     if checkpoint is None:
-        raise RunError("checkpoint.pt is gone.")
+        raise RunError("checkpoint.pt was removed.")
     model = architectures.build(run.config["model"], run.config["transfer"])
     model.load_state_dict(checkpoint.model)
     return torch.sigmoid(model(originals)), len(checkpoint.metrics) - 1
 
 
 def _tiles(images: Tensor) -> list[str]:
-    """Each image `[pixels]` in [0, 1] as the data URI of a PNG, ink on paper."""
-    from matplotlib.image import imsave  # slow to import, and needed for this alone
+    """Return each image `[pixels]` in [0, 1] as the data URI of a PNG, dark on white."""
+    from matplotlib.image import imsave  # slow to import
 
     side = math.isqrt(images.shape[1])
     tiles = []

@@ -1,4 +1,4 @@
-// The page: which task is shown, what was chosen, and the sections that follow from it.
+// The page: the task and the options that the reader chose, and the sections of the page.
 "use strict";
 
 const report = JSON.parse(document.getElementById("data").textContent);
@@ -17,12 +17,12 @@ let task = report.tasks[0];
 let hidden = new Set();
 let view = null;
 
-/** A button that is pressed or not; all buttons of a group look alike. */
+/** A toggle button. */
 function pressable(text, pressed, press, more = {}) {
   return element("button", { type: "button", "aria-pressed": String(pressed), click: press, ...more }, text);
 }
 
-/** Replace the children of a place without losing the keyboard's focus in it. */
+/** Replace the children of an element and keep the keyboard's focus. */
 function replaceKeepingFocus(place, children) {
   const key = document.activeElement?.dataset?.focus;
   place.replaceChildren(...children);
@@ -78,7 +78,7 @@ function drawNotes() {
   const clock = byId("clock");
   clock.hidden = choice.x !== "seconds";
   clock.classList.toggle("warning", task.clock.warning);
-  clock.textContent = task.clock.told;
+  clock.textContent = task.clock.text;
 }
 
 function drawAll() {
@@ -133,7 +133,7 @@ function drawTable() {
   drawRanking(byId("ranking"), task, view);
 }
 
-/** Show a task, everything as it is at first. */
+/** Show a task in its initial state. */
 function show(wanted) {
   task = wanted;
   hidden = new Set([...task.series.keys()].slice(SHOWN_AT_FIRST));
@@ -148,7 +148,7 @@ function show(wanted) {
   byId("summary").textContent = task.summary;
   byId("cautions").textContent = task.cautions.join(" ");
   const same = Object.entries(task.same).map(([name, value]) => `${name} ${setting(value)}`);
-  byId("seconds").textContent = task.clock.told;
+  byId("seconds").textContent = task.clock.text;
   byId("same").textContent = same.length && task.series.length > 1 ? `The same for all: ${same.join(", ")}.` : "";
   drawTasks();
   drawTable();

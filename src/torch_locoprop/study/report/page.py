@@ -1,8 +1,7 @@
-"""The page: everything the browser needs in one file, with nothing to fetch and nothing to trust.
+"""The HTML page of the report: a single file that loads nothing from elsewhere.
 
-Text of run files reaches the page as JSON and the document as text nodes, never as markup. The
-content security policy lets exactly the scripts run that are written here, by their hashes, and no
-request leave.
+Text from run files is embedded as JSON and shown in text nodes, never as markup. The content security
+policy allows only the scripts of the page, by their hashes, and no requests.
 """
 
 from __future__ import annotations
@@ -28,7 +27,11 @@ SCRIPTS = ("curves.js", "ranking.js", "page.js")
 
 
 def plotly() -> str:
-    """Return plotly.js, or say how to get it."""
+    """Return the source of plotly.js.
+
+    Raises:
+        ImportError: If plotly is not installed.
+    """
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as error:
@@ -42,7 +45,14 @@ def plotly() -> str:
 def page(
     title: str, tasks: Sequence[Task], galleries: Sequence[Gallery], skipped: Sequence[Skipped]
 ) -> str:
-    """Return the HTML of the report over these tasks, each with its gallery."""
+    """Return the HTML of the report.
+
+    Args:
+        title: The title of the page.
+        tasks: The tasks.
+        galleries: The gallery of each task.
+        skipped: Folders that could not be read.
+    """
     content = {
         "version": __version__,
         "tasks": [
@@ -64,7 +74,7 @@ def page(
 
 
 def ranking(task: Task) -> list[dict[str, Any]]:
-    """Return the task's series in their order, as JSON knows them."""
+    """Return the ranking of a task as a list that JSON can store."""
     return [_series(series, task) for series in task.series]
 
 
@@ -73,13 +83,13 @@ def _file(name: str) -> str:
 
 
 def _embedded(content: Any) -> str:
-    """JSON that can stand in a script element: no text in it can end the element."""
+    """Return JSON for a script element; no text in it can end the element."""
     text = json.dumps(finite(content), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def finite(content: Any) -> Any:
-    """The same with null for numbers that JSON does not know."""
+    """Return the content with None for numbers that are not finite, which JSON lacks."""
     if isinstance(content, dict):
         return {str(name): finite(value) for name, value in content.items()}
     if isinstance(content, list | tuple):
@@ -111,7 +121,7 @@ def _task(task: Task) -> dict[str, Any]:
         "cautions": comparison.cautions(task),
         "clock": {
             "alone": bool(task.clock.seconds),
-            "told": comparison.clock_told(task),
+            "text": comparison.clock_text(task),
             "warning": bool(comparison.clock_notes(task)) and not task.clock.seconds,
         },
         "same": task.same,
@@ -123,7 +133,7 @@ def _task(task: Task) -> dict[str, Any]:
 
 
 def _series(series: Series, task: Task) -> dict[str, Any]:
-    """One line of the ranking."""
+    """Return one row of the ranking."""
     placed = series in task.placed
     alone = task.alone(series)
     return {
@@ -151,12 +161,12 @@ def _point(spread: Spread | None) -> dict[str, Any] | None:
 
 
 def _seconds(alone: float | None) -> Number:
-    """The seconds up to an epoch: as many times those of an epoch timed alone, or the run's own."""
+    """Return the seconds up to an epoch: by the timing if there is one, or those of the run."""
     return lambda row: row.seconds if alone is None else alone * row.epoch
 
 
 def _drawn(series: Series, task: Task) -> Number:
-    """The same for the curves, which have no place for a run's own beside others timed alone."""
+    """Return the seconds for curves: NaN for a series without timing where others have one."""
     alone = task.alone(series)
     if alone is None and task.clock.seconds:
         return lambda row: math.nan
@@ -164,7 +174,7 @@ def _drawn(series: Series, task: Task) -> Number:
 
 
 def _curves(series: Series, seconds: Number) -> dict[str, Any]:
-    """What is drawn: lists with an entry for each epoch, null where there is no finite number."""
+    """Return the curves of a series, with one entry per epoch and None if it is not finite."""
     return {
         "curve": {loss: _columns(series.curve(number)) for loss, number in LOSSES.items()},
         "curve_seconds": _columns(series.curve(seconds))["mean"],
@@ -200,7 +210,7 @@ def _environment(run: Run) -> dict[str, Any]:
 
 
 def _environments(task: Task) -> list[dict[str, Any]]:
-    """The distinct environments, by letter, with the number of runs in each."""
+    """Return the distinct environments with a letter and the number of runs of each."""
     found: list[dict[str, Any]] = []
     for run in task.runs:
         here = _environment(run)
@@ -213,6 +223,6 @@ def _environments(task: Task) -> list[dict[str, Any]]:
 
 
 def _letters(index: int) -> str:
-    """A, B, ..., Z, AA, AB, ..."""
+    """Return A, B, ..., Z, AA, AB, ... for 0, 1, ..."""
     before = _letters(index // 26 - 1) if index >= 26 else ""
     return before + chr(ord("A") + index % 26)

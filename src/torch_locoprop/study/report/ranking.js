@@ -1,7 +1,7 @@
-// The ranking: a table that sorts, filters and unfolds. All text enters as text nodes.
+// The ranking: a table with sorting, filtering and details. All text is inserted as text nodes.
 "use strict";
 
-/** An element with attributes, listeners (functions) and children, strings among them. */
+/** Return an element with attributes, listeners (functions) and children (elements or strings). */
 function element(tag, attributes = {}, ...children) {
   const made = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
@@ -12,7 +12,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** A loss as people read it. */
+/** Return a loss as text. */
 function shown(value) {
   if (value === null || value === undefined) return "–";
   return Math.abs(value) < 1e5 ? value.toFixed(2) : value.toExponential(2);
@@ -23,7 +23,7 @@ function setting(value) {
   return typeof value === "string" ? value : JSON.stringify(value);
 }
 
-/** A piece of the line that the series has among the curves. */
+/** Return a sample of the line of a series. */
 function swatch(series) {
   const mark = document.getElementById("swatch").content.firstElementChild.cloneNode(true);
   const piece = mark.firstElementChild;
@@ -40,14 +40,14 @@ function spreadCell(point, digits = 2) {
   return element("span", {}, number(point.mean), element("small", {}, extremes));
 }
 
-/** Seconds; where others were timed alone, a run's own are marked. */
+/** Return seconds as text; those of a run are marked where other series have timings. */
 function secondsCell(series, task) {
   const cell = spreadCell(series.seconds, 1);
   const own = task.clock.alone && !series.alone && series.seconds;
   return own ? element("span", {}, cell, element("small", {}, "own")) : cell;
 }
 
-/** The first epoch whose mean train loss is at or below the level, or null. */
+/** Return the first epoch whose mean train loss is at or below the level, or null. */
 function reached(series, level) {
   const epoch = series.curve.train.mean.findIndex((value) => value !== null && value <= level);
   return Number.isFinite(level) && epoch >= 0 ? epoch : null;
@@ -59,7 +59,7 @@ function methodCell(series) {
 }
 
 
-/** The columns: a heading, the value to sort by, and what to show. */
+/** Return the columns: a heading, the value to sort by, and the content. */
 function rankingColumns(task, view) {
   const mean = (name) => (series) => (series[name] ? series[name].mean : null);
   const alone = (series) => (task.clock.alone && !series.alone ? null : mean("seconds")(series));
@@ -90,7 +90,7 @@ function rankingColumns(task, view) {
   ];
 }
 
-/** Smaller first, what has no value last whichever way. */
+/** Compare two values; missing values are last in both directions. */
 function compared(first, second, direction) {
   if (first === null || second === null) return (first === null) - (second === null);
   if (typeof first === "number" && typeof second === "number") return direction * (first - second);
@@ -140,7 +140,7 @@ function runBlock(run) {
     element("div", { class: "command" }, code, copyButton(run.command, code)));
 }
 
-/** Every hyper-parameter of the series, and every run with the command that makes it again. */
+/** Return all hyper-parameters of a series, and its runs with the commands that repeat them. */
 function details(series) {
   const entries = Object.entries(series.hyper_parameters).map(([name, value]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, setting(value))));
@@ -166,7 +166,7 @@ function rows(series, columns, view, redraw) {
   return [row, element("tr", { class: "unfolded" }, element("td", { colspan: columns.length + 1 }, details(series)))];
 }
 
-/** Draw the table of the task as `view` says: sort, direction, filter, level, columns, open. */
+/** Draw the table of a task; `view` has sort, direction, filter, level, columns and open rows. */
 function drawRanking(table, task, view) {
   const redraw = () => drawRanking(table, task, view);
   const columns = rankingColumns(task, view);

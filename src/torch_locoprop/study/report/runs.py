@@ -1,7 +1,7 @@
-"""Runs as the report sees them: found in folders, read without trust, each in one of three states.
+"""Runs for the report: found in folders and checked, each finished, unfinished or diverged.
 
-A run of a method that is not registered here is shown like any other. A folder that cannot be read as
-a run is skipped with the reason, so that one broken file does not cost the page.
+Runs of methods that are not registered are shown too. A folder that cannot be read is skipped and
+reported with the reason.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NEEDED: dict[str, type] = {
     **{"method": str, "settings": dict, "dataset": str, "model": str, "transfer": str},
     **{"batch_size": int, "epochs": int, "seed": int},
 }
-"""What the configuration of a run has to say for the page to place it."""
+"""The fields that a configuration must have, with their types."""
 
 
 class Skipped(NamedTuple):
-    """A folder that looks like a run and cannot be shown."""
+    """A folder of a run that cannot be read, and the reason."""
 
     folder: Path
     reason: str
@@ -38,7 +38,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """What is in a run's folder; `metrics` has at least one line."""
+    """The content of a run's folder; `metrics` has at least one epoch."""
 
     folder: Path
     config: dict[str, Any]
@@ -48,27 +48,27 @@ class Run:
 
     @property
     def last(self) -> Metrics:
-        """The last epoch so far."""
+        """The metrics of the last epoch so far."""
         return self.metrics[-1]
 
     @property
     def state(self) -> str:
-        """Whether the run ended as planned, is not there yet, or ended because its loss grew."""
+        """`finished`, `unfinished`, or `diverged`."""
         if self.last.diverged or not math.isfinite(self.last.train_loss):
             return DIVERGED
         return FINISHED if self.last.epoch >= self.config["epochs"] else UNFINISHED
 
     @property
     def origin(self) -> str:
-        """Where the method's settings come from."""
+        """Where the settings come from; `unknown` if the method is not registered."""
         try:
             return RunResult(self.folder, RunConfig.from_dict(self.config), self.metrics).origin
         except ValueError:
-            return "unknown here"
+            return "unknown"
 
     @property
     def command(self) -> str:
-        """The command line that makes this run again, whatever the defaults will be then."""
+        """The command that repeats this run, with all settings."""
         words = ["locoprop", "train"]
         for name in (field.name for field in fields(RunConfig)):
             if name == "settings":
@@ -80,15 +80,15 @@ class Run:
 
 
 def find(folders: Iterable[Path]) -> tuple[list[Run], list[Skipped]]:
-    """Return all runs in the folders and below, each once, and what could not be read.
+    """Return all runs in the folders and their subfolders, and the folders that cannot be read.
 
-    Those in subfolders for timings are left alone, unless such a folder is named itself.
+    Subfolders for timings are not searched, unless such a folder is given itself.
     """
     return _read(_run_folders(folders))
 
 
 def find_timings(folders: Iterable[Path]) -> list[Run]:
-    """Return all runs in the folders for timings there and below; what cannot be read is no timing."""
+    """Return all timings in the folders and their subfolders; ignore what cannot be read."""
     tops = (
         Path(place)
         for top in folders
@@ -112,7 +112,11 @@ def _read(folders: Iterable[Path]) -> tuple[list[Run], list[Skipped]]:
 
 
 def read(folder: Path) -> Run:
-    """Return the run in this folder; what is wrong with it is a RunError."""
+    """Return the run in a folder.
+
+    Raises:
+        RunError: If the folder has no valid run.
+    """
     files = RunFolder(folder)
     description = files.description()
     config, data = description["config"], description["data"]
@@ -132,21 +136,21 @@ def read(folder: Path) -> Run:
         numbers = (row.train_loss, row.test_loss, row.seconds, row.memory_mib)
         known = all(isinstance(number, int | float) for number in numbers)
         if row.epoch != index or not known or not all(map(math.isfinite, numbers[2:])):
-            raise RunError(f"line {index + 1} of metrics.jsonl is not that of epoch {index}.")
+            raise RunError(f"line {index + 1} of metrics.jsonl is not epoch {index}.")
     return Run(folder, config, data, environment, metrics)
 
 
 def _run_folders(folders: Iterable[Path]) -> Iterator[Path]:
     for top in folders:
         for place, inner, files in os.walk(top):
-            # A few epochs for the sake of their seconds: in a ranking they would pass for results.
+            # Timings have only a few epochs and must not appear in a ranking.
             inner[:] = sorted(name for name in inner if name != TIMINGS)
             if {"config.json", "metrics.jsonl"} <= set(files):
                 yield Path(place)
 
 
 def _as_option(value: Any) -> str:
-    """The setting as `--set` reads it: JSON, or a plain word where that is not JSON by accident."""
+    """Return a setting in the format of `--set`: JSON, or a plain word unless it is valid JSON."""
     if isinstance(value, str):
         try:
             json.loads(value)

@@ -1,4 +1,4 @@
-"""A series: the runs of one configuration that differ in nothing but their seed."""
+"""A series: the runs of one configuration at different seeds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
 from torch_locoprop.study.training.run_folder import Metrics
 
 Number = Callable[[Metrics], float]
-"""A number of an epoch."""
+"""Takes the metrics of an epoch and returns a number."""
 
 LOSSES: dict[str, Number] = {
     "train": lambda row: row.train_loss,
@@ -21,11 +21,11 @@ LOSSES: dict[str, Number] = {
 }
 
 TASK = ("dataset", "model", "transfer", "batch_size", "epochs")
-"""What runs have to share to be compared, besides the images themselves."""
+"""The fields that must be equal for runs to be compared, besides the images."""
 
 
 class Spread(NamedTuple):
-    """Finite values of so many runs."""
+    """The mean, lowest and highest of the finite values, and their number."""
 
     mean: float
     low: float
@@ -34,7 +34,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Iterable[float]) -> Spread | None:
-    """Return the mean and the extremes of those numbers that are finite, if any is."""
+    """Return mean and extremes of the finite values, or None if there are none."""
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return None
@@ -43,10 +43,16 @@ def spread(values: Iterable[float]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Series:
-    """Runs of one configuration, by seed, and what they are called among the others."""
+    """The runs of one configuration.
+
+    Args:
+        label: The label, unique within the task.
+        dash: The index among the series of the same colour; 0 is a solid line.
+        runs: The runs in the order of their seeds.
+    """
 
     label: str
-    dash: int  # which line of its colour it is; 0 is solid
+    dash: int
     runs: tuple[Run, ...]
 
     @property
@@ -56,14 +62,14 @@ class Series:
 
     @cached_property
     def hyper_parameters(self) -> dict[str, Any]:
-        """All of the configuration that is neither the task nor the seed."""
+        """The settings and other fields of the configuration, without the task and the seed."""
         config = self.runs[0].config
         own = {name: config[name] for name in config if name not in (*TASK, *_NAMED)}
         return {**config["settings"], **own}
 
     @cached_property
     def counted(self) -> tuple[Run, ...]:
-        """The runs whose last epoch is the result: those that finished, or else those under way."""
+        """The runs whose last metrics count: finished ones, or else unfinished ones."""
         for state in (FINISHED, UNFINISHED):
             runs = tuple(run for run in self.runs if run.state == state)
             if runs:
@@ -71,24 +77,24 @@ class Series:
         return ()
 
     def last(self, number: Number) -> Spread | None:
-        """Return this number of the last epoch of the runs that count."""
+        """Return the spread of a number at the last epoch of the runs that count."""
         return spread(number(run.last) for run in self.counted)
 
     @property
     def final(self) -> float:
-        """The train loss by which series are ranked."""
+        """The mean final train loss, by which series are ranked."""
         result = self.last(LOSSES["train"])
         return math.inf if result is None else result.mean
 
     @property
     def state(self) -> str:
-        """The worst of the runs' states: a ranking has no place for a series with a failure."""
+        """The worst state of the runs; only finished series are ranked."""
         states = {run.state for run in self.runs}
         return next(state for state in (DIVERGED, UNFINISHED, FINISHED) if state in states)
 
     @property
     def remark(self) -> str:
-        """What there is to say of the runs that did not finish."""
+        """A remark about runs that did not finish; empty if all did."""
         bad = [run for run in self.runs if run.state == self.state]
         if self.state == FINISHED:
             return ""
@@ -100,7 +106,7 @@ class Series:
         return f"at epoch {last} of {bad[0].config['epochs']}"
 
     def curve(self, number: Number) -> list[Spread | None]:
-        """Return mean and extremes after each epoch, of the runs that got there."""
+        """Return the spread of a number after each epoch, over the runs that reached it."""
         length = max(len(run.metrics) for run in self.runs)
         return [
             spread(number(run.metrics[epoch]) for run in self.runs if epoch < len(run.metrics))
@@ -109,7 +115,7 @@ class Series:
 
     @property
     def colour(self) -> str:
-        """The method's colour."""
+        """The colour of the method."""
         return colour(self.method)
 
 

@@ -1,1 +1,6 @@
-"""One run of the study: its configuration, its steps, its folder; and populations of runs."""
+"""Training one model with one method, and many models together.
+
+``runner`` runs a ``config`` and stores it in a ``run_folder``; ``run_result`` reads it back.
+``population_run`` trains runs that differ in numbers only as one batched ``population``. The search for
+settings is in ``torch_locoprop.study.tuning``.
+"""

@@ -1,6 +1,6 @@
-"""What makes a run the run it is: the task, the method with all its settings, and the seed.
+"""The configuration of a run: the task, the method with all its settings, and the seed.
 
-Two runs with equal configurations, on equal data and the same machine, end in the same bits.
+Two runs with equal configurations on equal data and the same machine have bit-identical results.
 """
 
 from __future__ import annotations
@@ -26,23 +26,27 @@ DEVICES = ("cpu", "cuda")
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The paper's protocol, unless told otherwise.
+    """The configuration of a run; the defaults are the protocol of the paper.
 
     Args:
-        method: a name of :mod:`~torch_locoprop.study.methods`.
-        settings: the method's, where they are not its defaults; here all of them end up.
-        dataset: a name of :mod:`~torch_locoprop.study.data.datasets`, or of data of your own.
+        method: A name of :mod:`~torch_locoprop.study.methods`.
+        settings: Settings of the method that differ from its defaults. The configuration adds the
+            others.
+        dataset: A name of :mod:`~torch_locoprop.study.data.datasets`, or of your own data.
         model: ``standard``, ``deep``, ``wide``, or widths from the input to the code: ``784-64-16``.
-        transfer: what stands between the layers: ``tanh``, ``relu``, ...
-        epochs: passes over the images.
-        batch_size: images in a step.
-        warmup_epochs: epochs in which the learning rate rises; at most half of all are taken.
-        weight_decay: decoupled, of weights, the same for every method.
-        seed: of the weights and of the order of the images.
-        schedule: ``paper``, constant within an epoch; ``linear``, a line through all steps.
-        precision: of matrix products: ``fp32``, or ``tf32`` on a GPU; ``bf16`` is ``tf32`` with
-            LocoProp's local products in bfloat16.
-        device: ``cpu`` or ``cuda``; CUDA_VISIBLE_DEVICES tells which GPU.
+        transfer: The transfer function between layers: ``tanh``, ``relu``, ...
+        epochs: Passes over the training images.
+        batch_size: Images per step.
+        warmup_epochs: Epochs of increasing learning rate, at most half of all epochs.
+        weight_decay: Decoupled weight decay of weights, the same for every method.
+        seed: The seed of the initial weights and of the order of images.
+        schedule: ``paper`` (constant within an epoch) or ``linear`` (changes with every step).
+        precision: The precision of matrix products: ``fp32``; on a GPU also ``tf32``, or ``bf16``,
+            which is ``tf32`` with LocoProp's local products in bfloat16.
+        device: ``cpu`` or ``cuda``; CUDA_VISIBLE_DEVICES selects the GPU.
+
+    Raises:
+        ValueError: If a value is invalid.
     """
 
     method: str = "locoprop-m"
@@ -62,9 +66,9 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("method", "dataset", "model", "transfer"):
             if not isinstance(getattr(self, name), str):
-                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be a name.")
+                raise ValueError(f"Invalid {name}={getattr(self, name)!r}. Must be a string.")
         if not isinstance(self.settings, dict):
-            raise ValueError(f"Invalid settings={self.settings!r}. Must be names with values.")
+            raise ValueError(f"Invalid settings={self.settings!r}. Must be a dictionary.")
         method = methods.get(self.method)
         settings, transfer = (
             method.resolve(self.settings),
@@ -83,7 +87,7 @@ class RunConfig:
         check_number("weight_decay", self.weight_decay, 0.0, True, float("inf"))
         if self.device not in DEVICES:
             raise ValueError(
-                f"Unknown device {self.device!r}. Known: cpu, cuda; CUDA_VISIBLE_DEVICES tells which "
+                f"Unknown device {self.device!r}. Known: cpu, cuda; CUDA_VISIBLE_DEVICES selects the "
                 "GPU."
             )
         choices = {"schedule": schedules.NAMES, "precision": PRECISIONS}
@@ -92,11 +96,11 @@ class RunConfig:
                 raise ValueError(unknown(name, getattr(self, name), known))
         if self.precision != "fp32" and self.device != "cuda":
             raise ValueError(
-                f"precision={self.precision!r} is for GPUs. Use device='cuda', or precision='fp32'."
+                f"precision={self.precision!r} needs a GPU. Use device='cuda' or precision='fp32'."
             )
         if self.precision == "bf16" and "local_steps" not in settings:
             raise ValueError(
-                f"precision='bf16' is for local problems, and {method.name} has none. Use "
+                f"precision='bf16' applies to local problems, and {method.name} has none. Use "
                 "precision='tf32'."
             )
 
@@ -118,11 +122,11 @@ class RunConfig:
         return optimizer
 
     def check_settings(self) -> None:
-        """Raise if the method refuses a setting or lacks a package, before any work is done."""
+        """Raise if the method refuses a setting or needs a missing package."""
         methods.get(self.method).check(self._with_weight_decay)
 
     def rate(self, images: int) -> schedules.Rate:
-        """Return the learning-rate schedule for so many training images."""
+        """Return the learning-rate schedule for this number of training images."""
         return schedules.rate(
             self.schedule,
             epochs=self.epochs,
@@ -135,12 +139,16 @@ class RunConfig:
         return {**self.settings, "weight_decay": self.weight_decay}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON knows them."""
+        """Return the fields as a dictionary that JSON can store."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Return the configuration with these fields, and the defaults for the others."""
+        """Return the configuration with these fields and the defaults of the others.
+
+        Raises:
+            ValueError: If a field is unknown or a value is invalid.
+        """
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
@@ -148,7 +156,11 @@ class RunConfig:
         return cls(**values)
 
     def name(self, fingerprint: str) -> str:
-        """Return a short name for the run on the data with this fingerprint; no other run has it."""
+        """Return a short name that is unique to this configuration and these data.
+
+        Args:
+            fingerprint: The fingerprint of the data set.
+        """
         whole = json.dumps({**self.to_dict(), "data": fingerprint}, sort_keys=True)
         digest = hashlib.sha256(whole.encode()).hexdigest()[:8]
         return f"{self.dataset}-{self.model}-{self.method}-{digest}"

@@ -1,4 +1,4 @@
-"""Descriptions of runs and searches: JSON files that say what a folder holds."""
+"""Descriptions of runs and searches: JSON files that state what a folder contains."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def read_description(path: Path, kind: str, needed: Mapping[str, type]) -> dict[
 
     Args:
         path: The file.
-        kind: What is described, for the message of an error: ``run`` or ``search``.
-        needed: The entries that must be there, with their types.
+        kind: ``run`` or ``search``, for error messages.
+        needed: The required entries and their types.
 
     Raises:
         RunError: If the file is not such a description.
@@ -36,12 +36,12 @@ def read_description(path: Path, kind: str, needed: Mapping[str, type]) -> dict[
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the names whose values differ between a description and the one that is wanted."""
+    """Return the names whose values differ between a stored description and the one expected."""
     return [name for name in {**there, **here} if there.get(name) != here.get(name)]
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], names: Iterable[str]) -> str:
-    """Return the two values of each of these names, as the message of an error tells them."""
+    """Return the stored and the expected value of each name, for error messages."""
     return ", ".join(
         f"{name} is {there.get(name)!r} there and {here.get(name)!r} here" for name in names
     )

@@ -1,12 +1,12 @@
-"""K configurations of one autoencoder, trained together as one batched model.
+"""A population: K configurations of one autoencoder, trained together as one batched model.
 
 Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, rows
-``[K, rows, features]``. The local problems, solvers and transfers are the library's own, which leave
-leading dimensions free; forward and backward are written out here, so a step is a fixed sequence of
-tensor operations with no host synchronisation, and on a GPU is replayed as one graph.
+``[K, rows, features]``. Local problems, solvers and transfers are those of the library and accept any
+leading dimensions. Forward and backward pass are written out here, so a step is a fixed sequence of
+tensor operations without host synchronisation, and is replayed as one CUDA graph on a GPU.
 
-A member whose solution is not finite keeps the weights it had and is counted; the others do not
-notice.
+A member whose solution is not finite keeps its weights, and the skipped step is counted. Other members
+are not affected. Epochs, schedules and losses of populations are in ``population_run``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class Method:
-    """What all members share; their numbers differ."""
+    """What all members of a population share; their numbers differ."""
 
     variant: Variant = VARIANTS["locoprop-m"]
     solver: Solver = SOLVERS["rmsprop"]
@@ -49,16 +49,19 @@ class Method:
 
     @property
     def asks_for_fisher(self) -> Any:
-        """The target or regularizer that needs a Fisher matrix, if one does."""
+        """The target or regularizer that needs a Fisher matrix, or None."""
         parts = (self.variant.target, self.regularizer)
         return next((part for part in parts if "fisher" in part.needs), None)
 
 
 class Population:
-    """The members' weights, solver states and numbers.
+    """The weights, solver states and numbers of K members.
 
-    ``models`` are K untrained models of one shape, ``transfers`` the transfer behind each of their
-    linear layers, the output's included, and ``numbers`` the settings of each member.
+    Args:
+        models: K untrained models of one shape.
+        transfers: The transfer after each linear layer, with that of the output.
+        method: What all members share.
+        numbers: The numbers of each member, by the names in ``NUMBERS``.
     """
 
     def __init__(
@@ -95,10 +98,12 @@ class Population:
             )
             for name in NUMBERS
         }
-        # Layer by layer: layers that are solved side by side must not add to one number.
+        # One counter per layer: layers solved at the same time must not write to the same one.
         self.skips = torch.zeros(len(transfers), len(models), dtype=torch.long, device=like.device)
         self.steps = 0
-        self.rate = torch.ones((), dtype=like.dtype, device=like.device)  # of the schedule
+        self.rate = torch.ones(
+            (), dtype=like.dtype, device=like.device
+        )  # the factor of the schedule
         self.states = [self._first_states(layer) for layer in self.layers]
 
     def __len__(self) -> int:
@@ -106,23 +111,29 @@ class Population:
 
     @property
     def skipped(self) -> Tensor:
-        """How many solutions of each member were not finite: ``[K]``."""
+        """The number of solutions of each member that were not finite, ``[K]``."""
         return self.skips.sum(0)
 
     @property
     def capturable(self) -> bool:
-        """Whether a step is a fixed sequence of device operations: a CUDA graph."""
+        """True if a step is a fixed sequence of device operations, so that it fits a CUDA graph."""
         return self.method.asks_for_fisher is None and isinstance(self.method.solver, FirstOrder)
 
     @torch.no_grad()
     def step(self, images: Tensor) -> None:
-        """One training step on ``[rows, pixels]`` shared by all, or ``[K, rows, pixels]``."""
+        """Take one training step.
+
+        Args:
+            images: ``[rows, pixels]`` for all members, or ``[K, rows, pixels]``.
+        """
         x = images if images.dim() == 3 else images.expand(len(self), *images.shape)
         inputs, pre_activations = self._forward(x)
         fishers = self._fishers(pre_activations)
-        g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[-2]  # of the mean loss
+        g = (self.transfers[-1].f(pre_activations[-1]) - x) / x.shape[
+            -2
+        ]  # the gradient of the mean loss
         v: Tensor | None = None
-        in_use: list[Tensor | None] = []  # by layers whose problems are still being solved
+        in_use: list[Tensor | None] = []  # kept alive while side streams still read them
         with streams.side_streams(MOST) as side:
             for m in reversed(range(len(self.layers))):
                 below = g @ self.layers[m]["weight"] if m > 0 else None
@@ -136,9 +147,11 @@ class Population:
 
     @torch.no_grad()
     def losses(self, images: Tensor, rows: int = 10_000) -> Tensor:
-        """Each member's loss on all images ``[n, pixels]``: ``[K]``, float64, on the device.
+        """Return the mean loss of each member, ``[K]``, float64, on the device.
 
-        ``rows`` images are evaluated at a time, divided among the members.
+        Args:
+            images: All images ``[n, pixels]``.
+            rows: Images evaluated at a time, summed over the members.
         """
         total = torch.zeros(len(self), dtype=torch.float64, device=images.device)
         for part in torch.split(images, max(rows // len(self), 1)):
@@ -149,7 +162,7 @@ class Population:
         return total / len(images)
 
     def keep(self, members: Sequence[int]) -> None:
-        """Go on with these members alone, in this order; the others cost nothing any more."""
+        """Drop all members except these; the order is that of ``members``."""
         if (
             not members
             or len(set(members)) != len(members)
@@ -169,7 +182,7 @@ class Population:
         self.skips = self.skips[:, index]
 
     def _forward(self, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The input and the pre-activation of every layer."""
+        """Return the inputs and the pre-activations of all layers."""
         inputs, pre_activations = [], []
         for layer, transfer in zip(self.layers, self.transfers, strict=True):
             inputs.append(x)
@@ -178,14 +191,14 @@ class Population:
         return inputs, pre_activations
 
     def _fishers(self, pre_activations: list[Tensor]) -> list[Tensor | None]:
-        """Each layer's Fisher matrix ``[K, d, d]``, from labels that the members draw as if alone."""
+        """Return the Fisher matrix ``[K, d, d]`` of each layer, from the labels of a run alone."""
         asking, layers = self.method.asks_for_fisher, range(len(self.layers))
         known = [self.states[m]["weight"].get("fisher") for m in layers]
         if asking is None or self.steps % getattr(asking, "every", 1) != 0:
             return known
         a = pre_activations[-1]
         generator = torch.Generator(a.device)
-        seed = 1000 * self.steps  # that of LocoProp itself
+        seed = 1000 * self.steps  # as in LocoProp itself
         g = torch.stack(
             [
                 sampled_output_gradient(self.transfers[-1], own, generator.manual_seed(seed))
@@ -212,7 +225,7 @@ class Population:
     def _solve(
         self, m: int, x: Tensor, a: Tensor, g: Tensor, v: Tensor | None, fisher: Tensor | None
     ) -> None:
-        """One layer's local problem for all members."""
+        """Solve the local problem of one layer for all members."""
         layer, numbers, method = self.layers[m], self._solver_numbers(), self.method
         lr = numbers.lr
         shrink = 1 - lr * self.numbers["weight_decay"]
@@ -258,7 +271,7 @@ class Population:
         self._write(m, new, states)
 
     def _write(self, m: int, new: Tensors, states: dict[str, Tensors]) -> None:
-        """Write the finite members' solutions in place, so that a graph can be replayed."""
+        """Write finite solutions in place, as replaying a CUDA graph requires."""
         ok = finite_members(new, states, len(self))
         self.skips[m] += (~ok).long()
         pairs = [(value, self.layers[m][name]) for name, value in new.items()]
@@ -275,7 +288,7 @@ class Population:
 
 
 def _behind(transfer: Transfer, a: Tensor, y: Tensor, v: Tensor) -> Tensor:
-    """The gradient with respect to a, from that with respect to y = f(a): as autograd has it."""
+    """Return the gradient with respect to a, given that with respect to y = f(a), like autograd."""
     if isinstance(transfer, Tanh):
         return torch.ops.aten.tanh_backward(v, y)  # type: ignore[no-any-return]  # in one pass
     return transfer.vjp(a, v)
@@ -289,14 +302,14 @@ def _without_fisher(states: dict[str, Tensors]) -> dict[str, Tensors]:
 
 
 def _selected(tensors: Tensors, index: Tensor) -> Tensors:
-    """Those of the members; what all share, a count of iterations, stays."""
+    """Return the entries of some members; a count of iterations is shared and stays."""
     return {name: t[index] if t.dim() > 0 else t for name, t in tensors.items()}
 
 
 class GraphedPopulation:
-    """Replays a population's step on a GPU as one CUDA graph; elsewhere it just steps.
+    """Steps of a population, replayed as one CUDA graph on a GPU.
 
-    The graph is of ``rows`` images; a step on another number of them is taken as it stands.
+    The CUDA graph is for ``rows`` images; a step on another number of images runs without it.
     """
 
     def __init__(self, population: Population, images: Tensor, rows: int) -> None:
@@ -306,7 +319,7 @@ class GraphedPopulation:
         self._repeated = self._new_graph()
 
     def step(self, index: Tensor, rate: float) -> None:
-        """One step on ``images[index]`` at ``rate`` times each member's learning rate."""
+        """Take one step on ``images[index]``, at ``rate`` times each member's learning rate."""
         self.population.rate.fill_(rate)
         graphed = self.images.is_cuda and self.population.capturable
         if not graphed or len(index) != len(self.index):
@@ -316,7 +329,7 @@ class GraphedPopulation:
         self._repeated()
 
     def keep(self, members: Sequence[int]) -> None:
-        """Go on with these members alone; their tensors are new, so is the graph."""
+        """Drop all members except these, and record a new CUDA graph for their tensors."""
         self.population.keep(members)
         self._repeated = self._new_graph()
 

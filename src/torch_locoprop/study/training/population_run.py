@@ -1,13 +1,13 @@
-"""Runs that differ in nothing but numbers, trained together as one population.
+"""Train runs that differ only in numbers together, as one population.
 
     from torch_locoprop.study.training.config import RunConfig
     from torch_locoprop.study.training.population_run import train_together
 
     metrics = train_together([RunConfig("adam", {"lr": lr}) for lr in (1e-4, 1e-3, 1e-2)])
 
-Every member sees the batches, the schedule and the rule of divergence of a run of its own
-(``runner``) and has its losses, up to rounding. Nothing is written to disk.
-Images and weights stay on the device, and the host waits for it once an epoch.
+Every member has the batches, the schedule and the rule of divergence of a run of its own (``runner``),
+and the same losses up to rounding. Nothing is written to disk. Images and weights stay on the device,
+and the host waits for it once per epoch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
 
 Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
-"""From the members' new lines of the metrics to the members that are to end here."""
+"""Takes the new metrics by member; returns the members that end here."""
 
 
 def method_of(config: RunConfig) -> Method | None:
-    """Return what members like this one share, or None if they cannot be trained together."""
+    """Return what the members of a population share, or None if the method has no population."""
     population = methods.get(config.method).population
     if population is None:
         return None
@@ -65,7 +65,7 @@ def method_of(config: RunConfig) -> Method | None:
 
 
 def without_numbers(config: RunConfig) -> RunConfig:
-    """Return what must be equal of the members of one population."""
+    """Return the configuration without the numbers in which members of a population may differ."""
     same = {name: 0.0 if name in NUMBERS else value for name, value in config.settings.items()}
     return replace(config, settings=same, weight_decay=0.0)
 
@@ -75,15 +75,21 @@ def train_together(
     data: Dataset | None = None,
     on_epoch: Stop = lambda rows: (),
 ) -> list[tuple[Metrics, ...]]:
-    """Train all of them and return the metrics of each.
+    """Train all configurations together and return the metrics of each.
 
-    `on_epoch` is called with the lines of the members that are still training, by their places in
-    `configs`, and returns those that are to end early; members that diverge end by themselves.
+    Args:
+        configs: The configurations; they may differ only in the numbers of the method.
+        data: The images, if they are loaded already.
+        on_epoch: Called with the new metrics of the members that still train, by their positions in
+            ``configs``; returns the positions of members to end early. Members that diverge end too.
+
+    Raises:
+        ValueError: If the configurations cannot be trained together.
     """
     if not configs or any(without_numbers(c) != without_numbers(configs[0]) for c in configs):
         raise ValueError(
             f"{len(configs)} configurations that cannot be trained together. Give one or more that "
-            f"differ in nothing but {', '.join(NUMBERS)}."
+            f"differ only in {', '.join(NUMBERS)}."
         )
     method = method_of(configs[0])
     if method is None:
@@ -102,7 +108,7 @@ def train_together(
 
 
 class _Training:
-    """The population on its device, and the metrics so far."""
+    """A population on its device, and the metrics of its members so far."""
 
     def __init__(self, configs: Sequence[RunConfig], method: Method, data: Dataset) -> None:
         self.config = config = configs[0]
@@ -120,7 +126,7 @@ class _Training:
         forget_peak(self.device)
 
     def go_on_without(self, ended: Collection[int]) -> bool:
-        """Drop these members and those that diverged; say whether there is an epoch to train."""
+        """Drop these members and diverged ones; return True if an epoch is left to train."""
         stay = [
             place
             for place, member in enumerate(self.members)
@@ -134,7 +140,7 @@ class _Training:
         return True
 
     def epoch(self) -> dict[int, Metrics]:
-        """Train for the next epoch and return each member's line of the metrics."""
+        """Train for the next epoch and return the metrics of each member."""
         seed = epoch_seed(self.config.seed, self.epochs)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
         skipped = self.steps.population.skips.clone()
@@ -146,12 +152,17 @@ class _Training:
             torch.cuda.synchronize()
         self.epochs += 1
         seconds = (time.perf_counter() - began) / len(self.members)
-        # As in a run alone: where no layer took a single solution, the model stands still.
+        # As in a run alone: a member whose layers all skipped every step has not moved.
         still = (self.steps.population.skips - skipped).amin(0) == len(parts)
         return self.evaluate(seconds, still)
 
     def evaluate(self, seconds: float, still: Tensor | None = None) -> dict[int, Metrics]:
-        """Return the next lines of the metrics; `seconds` is each member's share of the time."""
+        """Return the metrics of each member.
+
+        Args:
+            seconds: Each member's share of the time of the epoch.
+            still: True for members that skipped all steps, ``[K]``.
+        """
         broken = self._broken()
         ended = torch.zeros_like(broken) if still is None else still.to(broken.dtype)
         found = torch.stack([*self._losses(), broken, ended]).tolist()  # the one synchronisation
@@ -184,13 +195,13 @@ class _Training:
 
 
 def transfers_of(config: RunConfig) -> tuple[Transfer, ...]:
-    """Return the transfer behind each linear layer of the model; the sigmoid is the loss's."""
+    """Return the transfer after each linear layer of the model; the last one is the loss's sigmoid."""
     layers = len(architectures.sizes_of(config.model)) - 1
     between = [architectures.transfer_between(config.transfer)] * (layers - 1)
     return (*between, Linear(), *between, Sigmoid())
 
 
 def numbers_of(config: RunConfig) -> dict[str, float]:
-    """Return the numbers of a member."""
+    """Return the numbers in which a configuration may differ from other members."""
     own = {name: config.settings[name] for name in NUMBERS if name in config.settings}
     return {"gamma": 1.0, **own, "weight_decay": config.weight_decay}

@@ -1,11 +1,11 @@
-"""A run as a folder: what is in its files, and how they are written so that a kill harms nothing.
+"""The folder of a run and its files.
 
     config.json      the configuration, the data and the environment; written once, at the start
-    metrics.jsonl    a line for every epoch, 0 is the untrained model
-    checkpoint.pt    model, optimizer and all metrics after some epoch: a resumed run starts from it
+    metrics.jsonl    one line per epoch; epoch 0 is the untrained model
+    checkpoint.pt    model, optimizer and all metrics after an epoch; a resumed run starts from it
 
-Every file is replaced in one atomic step. The checkpoint is written before the metrics that go with
-it and has those metrics in it, so whatever a kill leaves of `metrics.jsonl`, a resumed run rewrites.
+Every file is replaced in one atomic step. A checkpoint contains the metrics up to its epoch and is
+written before `metrics.jsonl`, so a resumed run can always rewrite `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,26 @@ from torch_locoprop.study.training.description import (
     read_description,
 )
 
-# What torch.load raises, by the way in which a file is broken.
+# Errors that torch.load raises for broken files.
 _UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError, TypeError)
 
 
 TIMINGS = "timings"
-"""The subfolder for runs that were alone on the machine: only their seconds count, not their losses."""
+"""The subfolder for runs without other work on the machine; only their seconds are used."""
 
 
 @dataclass(frozen=True)
 class Metrics:
-    """The state after an epoch. Seconds are of training alone; memory is the highest so far."""
+    """The metrics after an epoch.
+
+    Args:
+        epoch: The epoch; 0 is the untrained model.
+        train_loss: Mean loss of a training image.
+        test_loss: Mean loss of a test image.
+        seconds: Seconds of training so far, without evaluation.
+        memory_mib: Peak memory so far in MiB.
+        diverged: True if the run ended because its loss grew or was not finite.
+    """
 
     epoch: int
     train_loss: float
@@ -51,7 +60,7 @@ class Metrics:
     diverged: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields as JSON knows them: None where a loss is not finite."""
+        """Return the fields as a dictionary that JSON can store, with None for losses not finite."""
         values = asdict(self)
         for name in ("train_loss", "test_loss"):
             values[name] = values[name] if math.isfinite(values[name]) else None
@@ -59,14 +68,14 @@ class Metrics:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Metrics:
-        """Return what `to_dict` was made from; a loss that was not finite is NaN."""
+        """Return the metrics that `to_dict` stored; None becomes NaN."""
         losses = {name: values[name] for name in ("train_loss", "test_loss")}
         return cls(**{**values, **{n: math.nan if v is None else v for n, v in losses.items()}})
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a run needs to go on: the order of the images depends on the epoch alone."""
+    """The state of a run after an epoch: model, optimizer and metrics so far."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
@@ -81,20 +90,28 @@ class RunFolder:
 
     @property
     def exists(self) -> bool:
-        """Whether a run has begun here."""
+        """True if the folder has a run."""
         return (self.path / "config.json").is_file()
 
     def description(self) -> dict[str, Any]:
-        """Return what `config.json` says: `config`, `data` and `environment`."""
+        """Return the content of `config.json`: `config`, `data` and `environment`.
+
+        Raises:
+            RunError: If the file is not the description of a run.
+        """
         needed = dict.fromkeys(("config", "data"), dict)
         return read_description(self.path / "config.json", "run", needed)
 
     def config(self) -> RunConfig:
-        """Return the configuration of the run that is here."""
+        """Return the configuration of the run."""
         return RunConfig.from_dict(self.description()["config"])
 
     def metrics(self) -> tuple[Metrics, ...]:
-        """Return the epochs so far."""
+        """Return the metrics of all epochs so far.
+
+        Raises:
+            RunError: If the file is broken.
+        """
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return ()
@@ -104,13 +121,17 @@ class RunFolder:
                 rows.append(Metrics.from_dict(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise RunError(
-                    f"{path} has a line {number} that is not that of an epoch ({error}). Delete the "
-                    "file: a run that has its checkpoint writes it again with --resume."
+                    f"Line {number} of {path} is not an epoch ({error}). Delete the file: a run with a "
+                    "checkpoint writes it again with --resume."
                 ) from error
         return tuple(rows)
 
     def checkpoint(self) -> Checkpoint | None:
-        """Return the last checkpoint, on the CPU, or None before the first one."""
+        """Return the last checkpoint, on the CPU, or None if there is none.
+
+        Raises:
+            RunError: If the file is broken.
+        """
         path = self.path / "checkpoint.pt"
         if not path.is_file():
             return None
@@ -124,7 +145,11 @@ class RunFolder:
             ) from error
 
     def trained_model(self) -> nn.Sequential:
-        """Return the model of the last checkpoint, on the CPU."""
+        """Return the model of the last checkpoint, on the CPU.
+
+        Raises:
+            RunError: If there is no checkpoint.
+        """
         checkpoint = self.checkpoint()
         if checkpoint is None:
             raise RunError(f"{self.path} has no checkpoint yet.")
@@ -133,11 +158,11 @@ class RunFolder:
         return model
 
     def begin(self, description: Mapping[str, Any]) -> None:
-        """Write `config.json`."""
+        """Write `config.json` with this description."""
         write(self.path / "config.json", json.dumps(description, indent=2) + "\n")
 
     def write_checkpoint(self, checkpoint: Checkpoint) -> None:
-        """Replace the checkpoint."""
+        """Replace `checkpoint.pt`."""
         content = {
             "model": checkpoint.model,
             "optimizer": checkpoint.optimizer,
@@ -146,34 +171,40 @@ class RunFolder:
         replace(self.path / "checkpoint.pt", lambda file: torch.save(content, file))
 
     def write_metrics(self, metrics: Sequence[Metrics]) -> None:
-        """Replace the metrics."""
+        """Replace `metrics.jsonl`."""
         lines = (json.dumps(row.to_dict()) + "\n" for row in metrics)
         write(self.path / "metrics.jsonl", "".join(lines))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Make the folder, and keep other processes from running in it; a kill frees it."""
+        """Create the folder and lock it against other processes until the end of this context.
+
+        Raises:
+            RunError: If another process has locked it.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.path / "lock", "wb") as file:
             if not lock(file, wait=False):
                 raise RunError(
-                    f"Another process is running in {self.path}. Wait for its end, or choose "
+                    f"Another process is running in {self.path}. Wait until it ends, or choose "
                     "another folder (--out)."
                 )
             yield
 
     def check_same(self, description: Mapping[str, Any]) -> None:
-        """Raise, naming the differences, unless the run that is here has this config and data."""
+        """Raise a RunError that names the differences unless the run has this config and data."""
         there, here = (_flat(each) for each in (self.description(), description))
         names = differing(there, here)
         if names:
             images = all(name.startswith("data ") for name in names)
-            advice = "Give its images with --data-dir, or choose" if images else "Choose"
-            told = differences(there, here, names)
-            raise RunError(f"{self.path} has another run: {told}. {advice} another folder.")
+            advice = (
+                "Set --data-dir to the folder with its images, or choose" if images else "Choose"
+            )
+            text = differences(there, here, names)
+            raise RunError(f"{self.path} has another run: {text}. {advice} another folder.")
 
     def other_environment(self, description: Mapping[str, Any]) -> str:
-        """Say in what the run that is here was made elsewhere; nothing if in nothing."""
+        """Return how the environment of the run differs from this one; empty if it does not."""
         there, here = self.description().get("environment", {}), description["environment"]
         return ", ".join(
             f"{name} {there[name]} there and {here[name]} here"
@@ -183,7 +214,7 @@ class RunFolder:
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to agree for a run to go on, by name."""
+    """Return what must be equal for a run to be resumed, by name."""
     config, data = dict(description["config"]), description["data"]
     settings = config.pop("settings", {})
     return {**config, **settings, **{f"data {name}": value for name, value in data.items()}}

@@ -1,14 +1,15 @@
-"""One training run, from its configuration to a folder of results, interrupted at will.
+"""One training run, from its configuration to a folder of results.
 
     from torch_locoprop.study.training.config import RunConfig
     from torch_locoprop.study.training.runner import run
 
     result = run(RunConfig("locoprop-m", epochs=10), "runs/first")
 
-A run that was stopped, by Ctrl-C or by a kill, goes on with `resume=True` from its last checkpoint
-and ends in the same bits as one that never was. The images live on the device, and nothing inside an
-epoch waits for it, but for methods that factorise matrices: K-FAC, Shampoo, natural-s, PSGD and
-closed forms.
+A run that was stopped by Ctrl-C or a kill continues with `resume=True` from its last checkpoint. Its
+result is bit-identical to that of an uninterrupted run.
+
+All images are kept on the device. Within an epoch the host does not wait for the device, except for
+methods that factorise matrices: K-FAC, Shampoo, natural-s, PSGD and closed forms.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ ROWS = 10_000
 """Images evaluated at a time."""
 
 DIVERGED = 10.0
-"""A train loss so many times that of the untrained model ends the run."""
+"""A run ends as diverged when its train loss exceeds that of the untrained model by this factor."""
 
 CHECKPOINT_SECONDS = 10.0
-"""Checkpoints are at least so far apart, except the last: this much work a kill may cost."""
+"""Seconds between checkpoints, except for the last one; a kill loses at most this much work."""
 
 
 def run(
@@ -62,10 +63,19 @@ def run(
     on_epoch: Callable[[Metrics], None] = lambda metrics: None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> RunResult:
-    """Train until the end, or until the loss diverges, and return the result.
+    """Train until the last epoch, or until the loss diverges, and return the result.
 
-    With `resume`, a run that is in the folder goes on, and a finished one is returned as it is.
-    `on_epoch` is called with each new line of the metrics; `data` are the images, if loaded already.
+    Args:
+        config: The configuration.
+        folder: The folder of the run.
+        resume: Continue the run in the folder; a finished run is returned unchanged.
+        data: The images, if they are loaded already.
+        on_epoch: Called with the metrics of each epoch.
+        checkpoint_seconds: The shortest time between two checkpoints.
+
+    Raises:
+        RunError: If the folder has another run, or a run and `resume` is False.
+        ValueError: If the configuration does not fit the data or this machine.
     """
     data = datasets.load(config.dataset) if data is None else data
     check_data(config, data)
@@ -74,7 +84,7 @@ def run(
     if files.exists:
         if not resume:
             raise RunError(
-                f"{files.path} has a run already. Continue it with resume (--resume), or choose "
+                f"{files.path} already has a run. Continue it with resume (--resume), or choose "
                 "another folder (--out)."
             )
         files.check_same(description)
@@ -84,15 +94,15 @@ def run(
     with matmul_precision(config.precision), own_randomness(config.device):
         training = _Training(config, data)
         with files.locked():
-            if files.exists:  # another process may have begun meanwhile
+            if files.exists:  # another process may have started in the meantime
                 files.check_same(description)
             else:
                 files.begin(description)
             elsewhere = files.other_environment(description)
             if elsewhere:
                 warnings.warn(
-                    f"{files.path} was begun in another environment ({elsewhere}). It goes on, but "
-                    "its numbers may differ in their last digits from those of one run there.",
+                    f"{files.path} was started in another environment ({elsewhere}). Its numbers may "
+                    "differ in the last digits from those of a run in one environment.",
                     stacklevel=2,
                 )
             training.restore(files.checkpoint())
@@ -106,7 +116,7 @@ def _train(
     on_epoch: Callable[[Metrics], None],
     checkpoint_seconds: float,
 ) -> None:
-    """Epoch by epoch: train, evaluate, save."""
+    """Train, evaluate and save, epoch by epoch."""
     saved = -math.inf
     if training.metrics:
         files.write_metrics(training.metrics)
@@ -154,10 +164,10 @@ class _Training:
             self.metrics = list(checkpoint.metrics)
 
     def epoch(self) -> Metrics:
-        """Train for the next epoch and return its line of the metrics."""
+        """Train for the next epoch and return its metrics."""
         index = len(self.metrics) - 1
         seed = epoch_seed(self.config.seed, index)
-        torch.manual_seed(seed)  # whatever the method draws, a resumed run draws the same
+        torch.manual_seed(seed)  # for methods that draw random numbers
         np.random.seed(seed % 2**32)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
         batches = torch.split(order.to(self.device), self.config.batch_size)
@@ -181,12 +191,12 @@ class _Training:
         return replace(row, diverged=row.diverged or self._refusals() - refused == len(batches))
 
     def _refusals(self) -> int:
-        """In how many steps at most no layer has taken its solution, as none was finite."""
+        """Return the number of steps that every layer skipped because its solution was not finite."""
         skipped = getattr(self.optimizer, "skipped_updates", {})
         return min(skipped.values(), default=0)
 
     def evaluate(self, seconds: float) -> Metrics:
-        """Return the next line of the metrics for the weights as they are."""
+        """Return the metrics of the current weights."""
         train_loss, test_loss = (_loss(self.model, images) for images in (self.train, self.test))
         first = self.metrics[0].train_loss if self.metrics else train_loss
         diverged = not train_loss <= DIVERGED * first or not math.isfinite(train_loss)
@@ -199,7 +209,7 @@ class _Training:
 
 
 def check_data(config: RunConfig, data: Dataset) -> None:
-    """Raise unless the configuration can be run on these images, on this machine."""
+    """Raise a ValueError unless the configuration fits these images and this machine."""
     if data.name != config.dataset:
         raise ValueError(f"The configuration is for {config.dataset}, and the data is {data.name}.")
     pixels, inputs = data.train.shape[1], architectures.sizes_of(config.model)[0]
@@ -209,7 +219,7 @@ def check_data(config: RunConfig, data: Dataset) -> None:
             f"pixels of {data.name}, not {inputs}."
         )
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("Invalid device='cuda'. torch finds no GPU here; use device='cpu'.")
+        raise ValueError("Invalid device='cuda'. torch finds no GPU; use device='cpu'.")
 
 
 def _description(config: RunConfig, data: Dataset) -> dict[str, Any]:
@@ -222,7 +232,7 @@ def _description(config: RunConfig, data: Dataset) -> dict[str, Any]:
 
 @torch.no_grad()
 def _loss(model: nn.Module, images: Tensor) -> float:
-    """The loss over all images; the only place where the host waits for a number."""
+    """Return the mean loss of all images; only here the host waits for the device."""
     total = torch.zeros((), dtype=torch.float64, device=images.device)
     for part in torch.split(images, ROWS):
         total += reconstruction_loss(model(part), part).double() * len(part)
@@ -230,5 +240,5 @@ def _loss(model: nn.Module, images: Tensor) -> float:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """Return a seed for one epoch of one run, unrelated to those of its neighbours."""
+    """Return the seed of one epoch, by a hash, so that seeds of different runs do not overlap."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:8]) >> 1

@@ -1,18 +1,18 @@
-"""The learning-rate schedules by name: factors of the peak rate as a function of epoch and step."""
+"""Learning-rate schedules by name: the factor of the peak rate by epoch and step."""
 
 from collections.abc import Callable
 
 Rate = Callable[[int, int], float]
-"""From the epoch and the step within it, both from zero, to the factor of the peak rate."""
+"""Takes the epoch and the step within it, both from zero; returns the factor of the peak rate."""
 
 
 def paper(epochs: int, warmup_epochs: int) -> Callable[[int], float]:
-    """Return the published reference's factor as a function of the epoch, constant within it.
+    """Return the schedule of the published reference, which is constant within an epoch.
 
-    The first epoch of a warm-up runs at zero: weights stand still and adaptive averages settle. The
-    reference stops before the last epoch, whose factor would be zero too; here that epoch has half
-    a decrement, because with a learning rate inside the momentum, as in TensorFlow's RMSProp, the
-    weights would coast through it without a gradient to correct them.
+    The factor of the first warm-up epoch is zero: weights do not move while running averages settle.
+    The reference stops before the last epoch, whose factor would also be zero. Here the factor of that
+    epoch is half a decrement: with the learning rate inside the momentum, as in TensorFlow's RMSProp, a
+    factor of zero would let the weights move by momentum alone.
     """
     falling = epochs - warmup_epochs
 
@@ -25,9 +25,9 @@ def paper(epochs: int, warmup_epochs: int) -> Callable[[int], float]:
 
 
 def linear(steps: int, warmup_steps: int) -> Callable[[int], float]:
-    """Return the factor as a function of the step, in a line up to one and in a line down.
+    """Return a schedule that rises linearly to one and then falls linearly, step by step.
 
-    It would be zero only at the step after the last, for the reason that `paper` gives.
+    The factor reaches zero only after the last step, for the reason given in `paper`.
     """
 
     def factor(step: int) -> float:
@@ -54,7 +54,7 @@ NAMES = tuple(_SCHEDULES)
 
 
 def rate(schedule: str, *, epochs: int, warmup_epochs: int, steps: int) -> Rate:
-    """Return the schedule for so many epochs of so many steps.
+    """Return the schedule of this name for a number of epochs and of steps per epoch.
 
     The warm-up takes at most half of the epochs, so that a short run has a decay too.
     """

@@ -1,7 +1,8 @@
-"""Runs in TensorBoard: scalars for every epoch, and the configuration as text. Needs `tensorboard`.
+"""Log runs for TensorBoard: scalars for every epoch, and the configuration as text.
 
-A run's scalars are written from its metrics, from epoch 0, whenever it starts, goes on or is found
-finished: what an interrupted run had logged beyond its checkpoint is not there twice.
+Whenever a run starts, continues or is found finished, all its scalars are written again from epoch 0,
+so that epochs after the last checkpoint of an interrupted run are not logged twice. Needs the package
+`tensorboard`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,11 @@ from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 
 
 def writer_class() -> Any:
-    """Return torch's `SummaryWriter`, or say how to get what it needs."""
+    """Return the class `SummaryWriter` of torch.
+
+    Raises:
+        ImportError: If `tensorboard` is not installed.
+    """
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
@@ -32,7 +37,7 @@ def writer_class() -> Any:
 
 
 def checked(directory: Path | None) -> Path | None:
-    """Return the folder as it is, if anything can be written to it."""
+    """Return the given folder, or raise an ImportError if it is given and `tensorboard` is missing."""
     if directory is not None:
         writer_class()
     return directory
@@ -42,7 +47,10 @@ def checked(directory: Path | None) -> Path | None:
 def logging(
     directory: Path | None, config: RunConfig, files: RunFolder, data: Dataset
 ) -> Iterator[Callable[[Metrics], None]]:
-    """Give what logs each epoch of the run as it ends; without a directory, nothing."""
+    """Log a run within this context; yields the function to call with the metrics of each epoch.
+
+    Without a directory nothing is logged.
+    """
     if directory is None:
         yield lambda row: None
         return
@@ -50,21 +58,21 @@ def logging(
     with _silent_threads():
         try:
             yield log
-            log.start()  # a run that was finished already had no epoch to start with
+            log.start()  # a run that was already finished had no epoch to log
         finally:
             log.close()
 
 
 @contextmanager
 def _silent_threads() -> Iterator[None]:
-    """Let TensorBoard's threads end in silence on a full disk: its calls raise the same error here."""
+    """Hide errors of TensorBoard's threads on a full disk; its calls raise the same errors."""
     before = threading.excepthook
 
-    def told(thread: threading.ExceptHookArgs) -> None:
+    def hook(thread: threading.ExceptHookArgs) -> None:
         if not isinstance(thread.exc_value, OSError):
             before(thread)
 
-    threading.excepthook = told
+    threading.excepthook = hook
     try:
         yield
     finally:
@@ -88,7 +96,7 @@ class _Log:
                 self._write(row)
 
     def start(self) -> None:
-        """Begin anew with all epochs so far, unless that was done."""
+        """Write a new event file with all epochs so far, unless this was done before."""
         if self.writer is None:
             for path in self.folder.glob("events.out.tfevents.*"):
                 path.unlink()
@@ -105,7 +113,7 @@ class _Log:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Say where, if there is no room: TensorBoard does not."""
+        """Add the path to errors of the file system, which TensorBoard does not do."""
         try:
             yield
         except OSError as error:
@@ -122,11 +130,11 @@ class _Log:
         if row.epoch > 0:
             values["schedule/rate factor"] = self.rate(row.epoch - 1, 0)
         for tag, value in values.items():
-            # TensorBoard's "relative" axis then shows seconds of training.
+            # With this wall time, the "relative" axis of TensorBoard shows seconds of training.
             self.writer.add_scalar(tag, value, row.epoch, walltime=self.began + row.seconds)
         self.writer.flush()
 
 
 def _as_text(config: RunConfig) -> str:
-    """The configuration in Markdown."""
+    """Return the configuration as Markdown."""
     return f"```json\n{json.dumps(config.to_dict(), indent=2)}\n```"

@@ -1,4 +1,4 @@
-"""The search for a method's settings.
+"""``tune``: search the settings of a method.
 
     from torch_locoprop.study import methods, tuning
     from torch_locoprop.study.training.config import RunConfig
@@ -8,9 +8,9 @@
     space = spaces.of(methods.get("adam"))
     best = tuning.tune(base, space, "tuning/adam", trials=64).best
 
-A search is a folder (:mod:`~torch_locoprop.study.tuning.folder`). The same call goes on with it after
-an interruption, and other processes that make it help. Methods that can be are trained as
-populations; the others are runs one by one, which resume.
+A search is stored in a folder (:mod:`~torch_locoprop.study.tuning.folder`). The same call continues an
+interrupted search, and several processes that make the same call share the work. Trials are trained as
+populations if the method allows it; other trials are single runs, which can be resumed.
 """
 
 from __future__ import annotations
@@ -45,11 +45,23 @@ def tune(
     data: Dataset | None = None,
     watch: Callable[[Status], None] = lambda status: None,
 ) -> TuningResult:
-    """Search until so many trials have finished, in this and all other processes together.
+    """Search a method's settings for the lowest train loss after the last epoch.
 
-    `base` is the task and the settings that are not searched; its seed is that of the search too.
-    `population` trials are asked for at a time, where the method allows. A trial's value is the train
-    loss after its last epoch; `pruning` ends those early that are worse than the median of others.
+    Args:
+        base: The task and the settings that are not searched. Its seed is also that of the search.
+        space: The ranges of the settings, such as ``spaces.of(methods.get("adam"))``.
+        folder: The folder of the search.
+        trials: The number of trials to finish, counting those of all processes and earlier calls.
+        population: Trials trained together, if the method allows it.
+        sampler: ``tpe``, or ``gp`` for a Gaussian process.
+        pruning: End trials early that are worse than the median of the others.
+        data: The images, if they are loaded already.
+        watch: Called with the status of the search whenever it changes.
+
+    Raises:
+        ValueError: If an argument is invalid, or a setting at an end of its range.
+        RunError: If the folder has another search.
+        ImportError: If Optuna is not installed.
     """
     for name, value in (("trials", trials), ("population", population)):
         if value < 1:
@@ -61,7 +73,7 @@ def tune(
         from torch_locoprop.study.tuning.search import Search, first_pruned
     except ImportError as error:
         raise ImportError(
-            f"A search takes the package {error.name}, which is not installed. Install it with: "
+            f"A search needs the package {error.name}, which is not installed. Install it with: "
             'pip install "torch-locoprop[study]".'
         ) from error
     data = datasets.load(base.dataset) if data is None else data
@@ -84,7 +96,7 @@ def tune(
 
 
 def description(base: RunConfig, space: Space, sampler: str, data: Dataset) -> dict[str, Any]:
-    """Return what tells one search from another, and the environment."""
+    """Return the content of ``tuning.json``: what identifies a search, and the environment."""
     config = base.to_dict()
     fixed = {name: value for name, value in config["settings"].items() if name not in space}
     return {
@@ -97,7 +109,7 @@ def description(base: RunConfig, space: Space, sampler: str, data: Dataset) -> d
 
 
 def _check_space(base: RunConfig, space: Space) -> None:
-    """Make an optimizer at every end of the space: what it refuses, it refuses before any trial."""
+    """Build the optimizer at every end of the space, so that bad ranges raise before any trial."""
     for name, domain in space.items():
         for value in domain.ends:
             replace(base, settings={**base.settings, name: value}).check_settings()

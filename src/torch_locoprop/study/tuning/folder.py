@@ -1,11 +1,11 @@
-"""A search for settings as a folder, which several processes may share.
+"""The folder of a search, which several processes may share.
 
-tuning.json      what is tuned: the task, the space, the sampler, the data; written once
+tuning.json      the task, the space, the sampler and the data; written once
 journal.log      Optuna's journal of all trials
-trials.jsonl     the trials as they stand, a line each
+trials.jsonl     one line per trial
 best.json        the best configuration so far: `locoprop train --config best.json`
-trials/          the runs of methods that are trained one by one, a folder each
-lock, workers/   who is at work: a process holds a lock on a file of its own, and a kill frees it
+trials/          the folders of trials that are trained one by one
+lock, workers/   one locked file per running process; the lock ends with the process
 """
 
 from __future__ import annotations
@@ -29,40 +29,48 @@ from torch_locoprop.study.training.description import (
 
 @dataclass(frozen=True)
 class TuningFolder:
-    """The files of one search, but for the journal."""
+    """The files of one search, except the journal."""
 
     path: Path
 
     @property
     def exists(self) -> bool:
-        """Whether a search has begun here."""
+        """True if the folder has a search."""
         return (self.path / "tuning.json").is_file()
 
     @property
     def journal(self) -> Path:
-        """The journal of trials."""
+        """The path of the journal."""
         return self.path / "journal.log"
 
     def run(self, number: int) -> Path:
-        """Return the folder of a trial that is a run of its own."""
+        """Return the folder of a trial that is trained as a single run."""
         return self.path / "trials" / f"{number:04d}"
 
     def description(self) -> dict[str, Any]:
-        """Return what `tuning.json` says."""
+        """Return the content of `tuning.json`.
+
+        Raises:
+            RunError: If the file is not the description of a search.
+        """
         needed = {"config": dict, "space": dict, "sampler": object, "data": dict}
         return read_description(self.path / "tuning.json", "search", needed)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Let no other process change anything meanwhile."""
+        """Keep other processes from changing the search within this context."""
         with open(self.path / "lock", "ab") as file:
             lock(file, wait=True)
             yield
 
     def begin(self, description: Mapping[str, Any]) -> None:
-        """Make the folder what it says; if it is one already, raise unless it says the same."""
+        """Create the folder with this description.
+
+        Raises:
+            RunError: If the folder has a run, or another search.
+        """
         if (self.path / "config.json").exists():
-            raise RunError(f"{self.path} is the folder of a run. Choose another one (--out).")
+            raise RunError(f"{self.path} is the folder of a run. Choose another folder (--out).")
         (self.path / "workers").mkdir(parents=True, exist_ok=True)
         with self.locked():
             if self.exists:
@@ -81,13 +89,14 @@ class TuningFolder:
 
     @contextmanager
     def worker(self) -> Iterator[str]:
-        """Be known as alive, under the name that this gives, until the end or a kill."""
+        """Register this process as running within this context; yields its name."""
         name = uuid.uuid4().hex
         path = self._worker(name)
         with ExitStack() as stack:
-            with self.locked():  # or a file without its lock yet would look like a dead process's
+            # Another process would take a file that is not locked yet for that of a dead process.
+            with self.locked():
                 for other in path.parent.iterdir():
-                    self.is_alive(other.name)  # a kill before the first trial leaves nothing else
+                    self.is_alive(other.name)  # removes files of processes that were killed
                 file = stack.enter_context(open(path, "wb"))
                 lock(file, wait=False)
             try:
@@ -96,7 +105,7 @@ class TuningFolder:
                 path.unlink(missing_ok=True)
 
     def is_alive(self, worker: str) -> bool:
-        """Whether the process of that name still runs; forget it if it does not."""
+        """Return True if the process of this name still runs; otherwise remove its file."""
         path = self._worker(worker)
         with suppress(FileNotFoundError), open(path, "rb+") as file:
             if not lock(file, wait=False):
@@ -111,14 +120,14 @@ class TuningFolder:
         there, here = _flat(self.description()), _flat(description)
         names = differing(there, here)
         if names:
-            told = differences(there, here, names)
+            text = differences(there, here, names)
             raise RunError(
-                f"{self.path} has another search: {told}. Choose another folder (--out)."
+                f"{self.path} has another search: {text}. Choose another folder (--out)."
             )
 
 
 def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to agree for a search to go on, by name."""
+    """Return what must be equal for a search to be continued, by name."""
     config = dict(description["config"])
     settings = config.pop("settings", {})
     space, data = description["space"], description["data"]

@@ -1,8 +1,7 @@
-"""Optuna's side of a search: its trials, samplers and pruner. Importing it imports Optuna.
+"""The trials of a search in Optuna: its samplers, pruner and journal. Importing this imports Optuna.
 
-A trial belongs to the process whose name it carries. One whose process is dead goes back to the
-queue with its parameters and its number, so whoever takes it goes on with the same trial: none is
-lost, and none is there twice.
+A trial stores the name of its process. If that process has died, the trial goes back to the queue with
+its number and parameters, and another process continues it, so no trial is lost or made twice.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from torch_locoprop.study.tuning.journal_file import JournalFile
 NAME = "tuning"
 
 STARTUP = 10
-"""Trials before the first is pruned."""
+"""Trials that have to finish before any is pruned."""
 
 
 class Journal:
-    """The trials of one search. Whoever asks or puts back holds the lock of the folder."""
+    """The trials of one search. Callers of ``ask`` and ``put_back`` hold the lock of the folder."""
 
     def __init__(
         self, path: Path, space: Space, *, sampler: str, seed: int, first_pruned: int | None
@@ -46,7 +45,7 @@ class Journal:
             _name(name, each): _distribution(each) for name, each in space.items()
         }
         self._space = space
-        self._first_pruned = first_pruned  # epoch; None: no trial is pruned
+        self._first_pruned = first_pruned  # an epoch; None if no trial is pruned
         self._storage = JournalStorage(JournalFile(path))
         self._study = optuna.create_study(
             study_name=NAME,
@@ -56,7 +55,7 @@ class Journal:
         )
 
     def trials(self) -> list[FrozenTrial]:
-        """Return all trials by their numbers."""
+        """Return all trials in the order of their numbers."""
         return self._study.get_trials(deepcopy=False)
 
     def put_back(self, is_alive: Callable[[str], bool]) -> None:
@@ -69,9 +68,9 @@ class Journal:
                 self._storage.set_trial_state_values(own, TrialState.WAITING)
 
     def ask(self, worker: str) -> Trial:
-        """Return the first trial of the queue, or a new one, as this process's own."""
-        # The seed is the trial's: two processes do not draw the same, and a search that was
-        # interrupted draws what it would have drawn.
+        """Return the first trial of the queue, or a new one, and store this process as its owner."""
+        # Each trial has a seed of its own, so two processes draw different settings, and an
+        # interrupted search draws the same settings as an uninterrupted one.
         trials = self.trials()
         queue = (trial.number for trial in trials if trial.state == TrialState.WAITING)
         number = next(queue, len(trials))
@@ -82,7 +81,7 @@ class Journal:
         return trial
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings that a trial's parameters stand for, as far as it has them."""
+        """Return the settings for the parameters of a trial."""
         found = {}
         for name, domain in self._space.items():
             if _name(name, domain) in params:
@@ -91,16 +90,16 @@ class Journal:
         return found
 
     def prunes(self, trial: Trial, epoch: int, value: float) -> bool:
-        """Report the value and say whether the trial is to end."""
+        """Report the value of an epoch and return True if the trial is to be pruned."""
         if self._first_pruned is None or epoch < self._first_pruned:
             return False
         reported = self.trials()[trial.number].intermediate_values
-        if epoch not in reported:  # it is, where a trial that was put back begins anew
+        if epoch not in reported:  # a trial that was put back repeats its first epochs
             trial.report(value, epoch)
         return trial.should_prune()
 
     def tell(self, trial: Trial, result: Mapping[str, Any], value: float | None) -> None:
-        """Record what came of the trial; without a value it was pruned."""
+        """Store the result of a trial; a value of None means that it was pruned."""
         trial.set_user_attr("result", dict(result))
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
         self._study.tell(trial, value, state)
@@ -119,7 +118,7 @@ SAMPLERS: dict[str, Callable[[int], BaseSampler]] = {"tpe": _tpe, "gp": _gp}
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep Optuna from logging, and from warning that what it offers may change."""
+    """Hide Optuna's log and its warnings about experimental features within this context."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     try:
@@ -131,7 +130,7 @@ def quiet() -> Iterator[None]:
 
 
 def _name(setting: str, domain: Domain) -> str:
-    """What Optuna calls the parameter."""
+    """Return the name of the setting's parameter in Optuna."""
     rest = not isinstance(domain, Choices) and domain.of_rest
     return f"one_minus_{setting}" if rest else setting
 

@@ -1,8 +1,8 @@
-"""Optuna's journal as a file, a line for every entry, that a kill and a full disk leave whole.
+"""A file for Optuna's journal that survives killed processes and a full disk.
 
-Optuna's own file has a lock for which everyone waits half a minute after a kill, and half a line at
-its end makes it unreadable once another follows. Here the lock goes with the process, and what was
-written in part is cut off. The lines are Optuna's, so its other tools can read the file.
+After a kill, Optuna's own journal file makes all processes wait half a minute for its lock, and an
+incomplete last line makes it unreadable once another line follows. Here the lock ends with its process,
+and an incomplete last line is removed. The lines have Optuna's format, so Optuna's tools can read them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,18 @@ from torch_locoprop.study.training.description import RunError
 
 
 class JournalFile(BaseJournalBackend):
-    """Entries in the order in which they were appended."""
+    """A journal of Optuna: one JSON line per entry, in the order in which they were appended."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._read, self._offset = 0, 0  # entries read so far, and where the next one begins
 
     def read_logs(self, log_number_from: int) -> list[dict[str, Any]]:
-        """Return the entries from this number on."""
+        """Return the entries from this number on.
+
+        Raises:
+            RunError: If a line is not an entry.
+        """
         if log_number_from != self._read:
             self._read, self._offset = 0, 0
         with self._open() as file:
@@ -40,8 +44,8 @@ class JournalFile(BaseJournalBackend):
                 entry = json.loads(line)
             except ValueError as error:
                 raise RunError(
-                    f"Line {self._read + 1} of {self._path} is no entry of a journal. Put the file "
-                    "back as it was, or start a new search in another folder (--out)."
+                    f"Line {self._read + 1} of {self._path} is not an entry of a journal. Restore the "
+                    "file, or start a new search in another folder (--out)."
                 ) from error
             if self._read >= log_number_from:
                 entries.append(entry)
@@ -56,7 +60,7 @@ class JournalFile(BaseJournalBackend):
             with self._open() as file:
                 file.seek(0, os.SEEK_END)
                 rest = memoryview(text.encode())
-                while rest:  # a disk that is almost full takes a part, and refuses the next
+                while rest:  # an almost full disk writes a part before it fails
                     rest = rest[file.write(rest) :]
                 os.fsync(file.fileno())
         except OSError as error:
@@ -64,8 +68,8 @@ class JournalFile(BaseJournalBackend):
 
     @contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
-        """The file, whole and for this process alone."""
-        with open(self._path, "ab"):  # make it
+        """Yield the locked file, without an incomplete last line."""
+        with open(self._path, "ab"):  # create the file
             pass
         with open(self._path, "rb+", buffering=0) as file:
             lock(file, wait=True)
@@ -74,7 +78,7 @@ class JournalFile(BaseJournalBackend):
 
 
 def _cut_off_half_a_line(file: IO[bytes]) -> None:
-    """Remove what a kill or a full disk left of the last entry."""
+    """Remove an incomplete last entry, which a kill or a full disk may leave."""
     size = end = file.seek(0, os.SEEK_END)
     while end > 0:
         file.seek(end - 1)

@@ -1,4 +1,4 @@
-"""Where a search stands, and what came of it."""
+"""The status of a search while it runs, and its result."""
 
 from __future__ import annotations
 
@@ -12,26 +12,41 @@ from torch_locoprop.study.training.config import RunConfig
 
 @dataclass(frozen=True)
 class Status:
-    """Where a search stands, for a display of progress."""
+    """The progress of a search.
+
+    Args:
+        finished: Trials finished by all processes.
+        trials: Trials to finish.
+        best: The lowest train loss so far.
+        running: Trials that this process is training.
+        epoch: Their epoch.
+        epochs: The number of epochs of a trial.
+    """
 
     finished: int
     trials: int
-    best: float | None  # train loss
-    running: int  # in this process
+    best: float | None
+    running: int
     epoch: int
     epochs: int
 
 
 @dataclass(frozen=True)
 class TuningResult:
-    """A search and what came of it: all trials as JSON knows them, and the best configuration."""
+    """The result of a search.
+
+    Args:
+        folder: The folder of the search.
+        trials: All trials, as in ``trials.jsonl``.
+        best: The best configuration, or None if no trial reached its last epoch.
+    """
 
     folder: Path
     trials: tuple[dict[str, Any], ...]
     best: RunConfig | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the result as JSON knows it."""
+        """Return the result as a dictionary that JSON can store."""
         states = [trial["state"] for trial in self.trials]
         return {
             "folder": str(self.folder),
@@ -42,6 +57,6 @@ class TuningResult:
 
 
 def best_of(trials: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the trial with the lowest train loss among those that came to the end."""
+    """Return the trial with the lowest train loss among those that reached the last epoch."""
     done = [trial for trial in trials if trial["state"] == "complete"]
     return min(done, key=lambda trial: trial["train_loss"], default=None)

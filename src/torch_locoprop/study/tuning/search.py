@@ -1,7 +1,7 @@
-"""One process's part of a search: it asks for trials, trains them and tells what came of them.
+"""The part of one process in a search: it takes trials, trains them and stores their results.
 
-Whatever happens to the process, its trials are the journal's: those that it did not finish go back
-to the queue as soon as another process, or this command again, asks.
+If the process ends early, its unfinished trials go back to the queue when another process, or the same
+command again, asks for trials.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from torch_locoprop.study.tuning.journal import Journal
 from torch_locoprop.study.tuning.results import Status, TuningResult, best_of
 
 POLL_SECONDS = 1.0
-"""How often a process with nothing left to ask looks whether the others have finished or died."""
+"""Seconds between checks whether other processes have finished or died."""
 
 
 def first_pruned(base: RunConfig) -> int:
-    """The first epoch that may prune: the warm-up and a tenth of all epochs say little."""
+    """Return the first epoch at which a trial may be pruned, after the warm-up and some epochs."""
     return min(base.warmup_epochs, base.epochs // 2) + max(base.epochs // 10, 1)
 
 
 class _PrunedError(Exception):
-    """Ends a run from within."""
+    """Raised in ``on_epoch`` to end a run that is pruned."""
 
 
 @dataclass
 class Search:
-    """This process's part of a search."""
+    """The part of one process in a search."""
 
     base: RunConfig
     files: TuningFolder
@@ -54,19 +54,19 @@ class Search:
     _status: Status = field(init=False)
 
     def run(self) -> None:
-        """Ask, train and tell, until all have finished."""
+        """Train trials until all trials of the search have finished."""
         while True:
             with self.files.locked():
                 asked, others = self._ask()
             if asked:
                 self._train(asked)
             elif others:
-                time.sleep(POLL_SECONDS)  # should one of them die, its trials are ours
+                time.sleep(POLL_SECONDS)  # if another process dies, this one takes its trials
             else:
                 return
 
     def result(self) -> TuningResult:
-        """Return what all processes have found so far."""
+        """Return the result of all processes so far."""
         trials = tuple(self._row(trial) for trial in self.journal.trials())
         best = best_of(trials)
         found = None if best is None else {**self.base.settings, **best["settings"]}
@@ -74,7 +74,7 @@ class Search:
         return TuningResult(self.files.path, trials, config)
 
     def _ask(self) -> tuple[list[Trial], int]:
-        """Trials for this process, and how many of others' there are to wait for."""
+        """Return new trials for this process, and the number of running trials to wait for."""
         self.journal.put_back(self.files.is_alive)
         states = [trial.state for trial in self.journal.trials()]
         finished = sum(state.is_finished() for state in states)
@@ -86,7 +86,7 @@ class Search:
         return asked, running if finished < self.trials else 0
 
     def _save(self) -> None:
-        """Write what there is so far, and remember it for the display."""
+        """Write the results so far and report the status."""
         result = self.result()
         best_config = None if result.best is None else result.best.to_dict()
         self.files.write_results(result.trials, best_config)
@@ -97,7 +97,7 @@ class Search:
         self.watch(self._status)
 
     def _train(self, asked: list[Trial]) -> None:
-        """Train what can be trained together, together."""
+        """Train the trials, as populations where possible."""
         groups: dict[str, list[Trial]] = defaultdict(list)
         for trial in asked:
             config = self._config(trial)
@@ -141,17 +141,24 @@ class Search:
 
         pruned = False
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of steps that are not finite: expected
+            warnings.simplefilter(
+                "ignore", UserWarning
+            )  # about steps that are not finite: expected in a search
             try:
                 run(self._config(trial), files.path, resume=True, data=self.data, on_epoch=on_epoch)
             except _PrunedError:
                 pruned = True
         metrics = files.metrics()
         self._tell(trial, metrics[-1], metrics[0].train_loss, pruned)
-        (files.path / "checkpoint.pt").unlink(missing_ok=True)  # thousands of them fill a disk
+        (files.path / "checkpoint.pt").unlink(
+            missing_ok=True
+        )  # checkpoints of thousands of trials would fill a disk
 
     def _prunes(self, trial: Trial, row: Metrics, untrained: float) -> bool:
-        """Whether to give the trial up; asked at some twenty epochs, as every answer is on disk."""
+        """Return True if the trial is pruned at this epoch.
+
+        Only about twenty epochs are reported, as each report is written to the journal.
+        """
         if row.diverged or row.epoch == self.base.epochs:
             return False
         if row.epoch % max(self.base.epochs // 20, 1):
@@ -159,7 +166,11 @@ class Search:
         return self.journal.prunes(trial, row.epoch, min(row.train_loss, untrained))
 
     def _tell(self, trial: Trial, row: Metrics, untrained: float, pruned: bool) -> None:
-        """Record the outcome. How bad a bad trial was would only blur the sampler's view."""
+        """Store the result of a trial.
+
+        The value is capped at the loss of the untrained model: how bad a bad trial was would only
+        distort the model of the sampler.
+        """
         value = untrained if row.diverged else min(row.train_loss, untrained)
         self.journal.tell(trial, row.to_dict(), None if pruned else value)
 
@@ -168,7 +179,7 @@ class Search:
         return replace(self.base, settings={**self.base.settings, **own})
 
     def _row(self, trial: FrozenTrial) -> dict[str, Any]:
-        """A trial as JSON knows it."""
+        """Return the line of a trial in ``trials.jsonl``."""
         result = trial.user_attrs.get("result", {}) if trial.state.is_finished() else {}
         names = ("epoch", "train_loss", "test_loss", "seconds")
         return {

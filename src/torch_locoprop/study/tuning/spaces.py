@@ -27,7 +27,7 @@ UNUSED_BY_SOLVER: dict[str, tuple[str, ...]] = {
     "adagrad": ("momentum", "decay"),
     "exact": ("momentum", "decay", "eps"),
 }
-"""Settings of a local method that its solver does not look at."""
+"""Settings of LocoProp that a local solver does not use."""
 
 
 def of(
@@ -36,9 +36,15 @@ def of(
     ranges: Mapping[str, str] | None = None,
     fixed: Mapping[str, Any] | None = None,
 ) -> Space:
-    """Return the method's space, by default that of the paper's Tables 3 to 5 where they have one.
+    """Return the space of a method, by default that of the paper's Tables 3 to 5 if they have one.
 
-    `ranges`, as `parsed` reads them, replace its ranges; settings in `fixed` are left out.
+    Args:
+        method: The record of the method.
+        ranges: Ranges that replace those of the method, in the format of `parsed`.
+        fixed: Settings that are not searched, with their values.
+
+    Raises:
+        ValueError: If a setting is unknown or a range is invalid, or if no setting is left to search.
     """
     ranges, fixed = ranges or {}, fixed or {}
     for name in (*ranges, *fixed):
@@ -52,8 +58,8 @@ def of(
     space |= {name: parsed(name, text, method.settings[name]) for name, text in ranges.items()}
     if not space:
         raise ValueError(
-            f"Nothing of {method.name} is left to tune. Its settings are "
-            f"{', '.join(method.settings) or 'none'}: name some with --range, such as "
+            f"No setting of {method.name} is left to tune. Its settings are "
+            f"{', '.join(method.settings) or 'none'}. Give ranges for some, such as "
             "--range lr=1e-4:1e-1."
         )
     return space
@@ -68,7 +74,16 @@ def known(method: Method, solver: Any = None) -> Space:
 
 
 def parsed(name: str, text: str, default: Any) -> Domain:
-    """Return `LOW:HIGH` as a span, and `A,B,C` as choices, of a setting with this default."""
+    """Return the range that a text describes: `LOW:HIGH` is a span, `A,B,C` are choices.
+
+    Args:
+        name: The setting.
+        text: The range.
+        default: The default of the setting, whose type the values get.
+
+    Raises:
+        ValueError: If the text is not a range.
+    """
     try:
         if ":" not in text:
             return Choices(tuple(_choices(text, default)))
@@ -93,7 +108,7 @@ def parsed(name: str, text: str, default: Any) -> Domain:
 
 
 def _choices(text: str, default: Any) -> list[Any]:
-    """The values between commas: numbers, true, false, null, or else words."""
+    """Return the values between commas: numbers, true, false and null as in JSON, or words."""
     values: list[Any] = []
     for word in text.split(","):
         try:
@@ -102,5 +117,5 @@ def _choices(text: str, default: Any) -> list[Any]:
             value = word
         values.append(float(value) if isinstance(default, float) else value)
     if len(values) < 2 or len(set(values)) < len(values) or "" in values:
-        raise ValueError("fewer than two values, or one of them twice")
+        raise ValueError("choices must be two or more different values")
     return values
