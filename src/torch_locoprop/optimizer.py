@@ -28,17 +28,17 @@ from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
 from torch_locoprop.recording.row_reduction import without_autocast
-from torch_locoprop.recording.transfer_assignment import decide_all, give_transfers
+from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
 from torch_locoprop.reporting.messages import Notices
-from torch_locoprop.reporting.summary import newly_skipped, summary_of
+from torch_locoprop.reporting.summary import summary_of
 from torch_locoprop.stepping.agreement import agree
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_recorded
 from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.layer_optimizer import LayerOptimizer
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.outer_optimizer import OuterFactory, capped_step, make_outer
-from torch_locoprop.stepping.requirements import check_recorded_needs, needs_output
+from torch_locoprop.stepping.requirements import check_recorded_needs
 
 
 @with_settings
@@ -161,7 +161,8 @@ class LocoProp(LayerOptimizer):
                 self._outer.step({}, self._outer.factors(self._groups_with_rates()))
             self._step_others()
             return loss
-        check_recorded(trained)
+        if not any(layer.calls for layer in trained):
+            check_recorded(trained)
         with without_autocast(self._layers[0].given[0].device):
             steps = self._set_targets(trained)
             factors = {} if self._outer is None else self._outer.factors(self._groups_with_rates())
@@ -188,12 +189,8 @@ class LocoProp(LayerOptimizer):
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)
-        for layer in decide_all(
-            self._layers, self._hooks, self._output_transfer, self._loss_transfer
-        ):
-            layer.condense()  # as from now on, and as after a resumption
-            if not needs_output(self._plan, layer):
-                layer.drop_outputs()
+        if any(layer.calls and not layer.decided for layer in self._layers):
+            self._detect_transfers()
         if not self._plan.is_current:
             self._plan = self._new_plan()
             try:
@@ -201,7 +198,8 @@ class LocoProp(LayerOptimizer):
             except RuntimeError:
                 self._require()  # the next pass, of a compiled model too, will record it
                 raise
-        self._notices.hooked(layer for layer in trained if "v" in layer.needs)
+        if any("v" in layer.needs for layer in trained):
+            self._notices.hooked(trained)
         forget_other_solvers(self._local_groups(), self.state)
         terms = self._loss_terms()
         if self._hooks.processes is not None:
@@ -232,7 +230,8 @@ class LocoProp(LayerOptimizer):
 
     def _step_others(self) -> None:
         """Step the fallback, except in a control run in which all weights stay."""
-        if self._apply != "nothing" or self._outer is not None:
+        stays = self._apply == "nothing" and self._outer is None
+        if self._fallback is not None and not stays:
             self._step_fallback()
 
     def _finish(self, steps: LocalSteps) -> None:
@@ -250,11 +249,6 @@ class LocoProp(LayerOptimizer):
         super().zero_grad(set_to_none)
         for layer in self._layers:  # a graph that was retained may be gone through once more
             layer.clear()
-
-    def _warn_of_skipped(self) -> None:
-        skipped = newly_skipped(self._layers, self._counted, self._local_groups()[0]["steps"])
-        if skipped:
-            self._notices.not_finite(skipped)
 
     def count_replayed_step(self) -> None:
         """Account for a step that a CUDA graph of the whole training step has replayed."""

@@ -5,9 +5,9 @@ The transfers and notes that it shows are found in ``recording/``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
 from torch_locoprop.paper.variants import Variant
 from torch_locoprop.recording.layer_record import LayerRecord
@@ -53,29 +53,6 @@ def summary_of(
     skipped = sum(int(layer.counts.get("skipped", 0)) for layer in layers)
     still_there = [layer for layer in layers if layer.module in present]
     return table(rows, footer(len(rows), still_there, model, skipped))
-
-
-def newly_skipped(
-    layers: Iterable[LayerRecord], before: Mapping[str, Mapping[str, int]], steps: int
-) -> list[str]:
-    """Return the names of all layers with skipped updates, if updates were skipped in this run.
-
-    On an accelerator the counters are read every hundred steps only; in other steps the list is empty.
-
-    Args:
-        layers: all layers with a local problem.
-        before: the counts at the beginning of this run, by layer.
-        steps: number of steps taken so far.
-    """
-    skips = {layer.name: layer.counts.get("skipped") for layer in layers}
-    counters = {name: count for name, count in skips.items() if isinstance(count, Tensor)}
-    if not any(count.is_cpu or steps % _READ_EVERY == 0 for count in counters.values()):
-        return []
-    if not any(
-        int(count) > before.get(name, {}).get("skipped", 0) for name, count in counters.items()
-    ):
-        return []
-    return [name for name, count in skips.items() if int(count or 0)]
 
 
 def layer_row(

@@ -24,7 +24,7 @@ from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_intact
 from torch_locoprop.recording.model_scan import scan
-from torch_locoprop.recording.transfer_assignment import give_transfers
+from torch_locoprop.recording.transfer_assignment import decide_all, give_transfers
 from torch_locoprop.solvers import FirstOrder
 from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
@@ -32,10 +32,12 @@ from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Outer
-from torch_locoprop.stepping.requirements import require
+from torch_locoprop.stepping.requirements import needs_output, require
 
 if TYPE_CHECKING:
     from torch_locoprop.reporting.messages import Notices
+
+_LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a host sync
 
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
 _KEPT = (
@@ -123,6 +125,28 @@ class LayerOptimizer(WithFallback):
             and all(isinstance(self._components.solver(group), FirstOrder) for group in groups)
             and not any("fisher" in layer.needs for layer in self._layers)
         )
+
+    def _detect_transfers(self) -> None:
+        """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
+        known = (self._output_transfer, self._loss_transfer)
+        for layer in decide_all(self._layers, self._hooks, *known):
+            layer.condense()  # as from now on, and as after a resumption
+            if not needs_output(self._plan, layer):
+                layer.drop_outputs()
+
+    def _warn_of_skipped(self) -> None:
+        """Warn of updates that were skipped as not finite; on a GPU, look every hundred steps."""
+        counters = {
+            layer.name: layer.counts["skipped"]
+            for layer in self._layers
+            if "skipped" in layer.counts
+        }
+        on_host = all(isinstance(count, int) or count.is_cpu for count in counters.values())
+        if not on_host and self._local_groups()[0]["steps"] % _LOOK_EVERY != 0:
+            return
+        before = {name: self._counted.get(name, {}).get("skipped", 0) for name in counters}
+        if any(int(count) > before[name] for name, count in counters.items()):
+            self._notices.not_finite([name for name, count in counters.items() if int(count)])
 
     def _counts(self) -> dict[str, dict[str, int]]:
         """Return how often each layer's solutions were skipped, gated and capped."""

@@ -21,7 +21,7 @@ from torch_locoprop.recording.transfer_assignment import NOT_CALLED
 from torch_locoprop.solvers.base import States
 from torch_locoprop.stepping.build_problem import local_problem, running_fisher
 from torch_locoprop.stepping.graph_work import Trained, work_of
-from torch_locoprop.stepping.guards import drop_momentum, guarded
+from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.method import Method, Plan
 from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
@@ -140,8 +140,10 @@ class LocalSteps:
             for name, state in states.items()
             for pair in state_pairs(self.state[layer.tensors[name]], state, settled)
         ]
-        cap = None if caps_outer(self.apply, group) else group["cap"]
-        found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
+        cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
+        found = Guarded(new)
+        if group["gate"] or cap is not None:
+            found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
         ok = all_finite(list(found.new.values())) if group["gate"] else settled
         layer.count("skipped", ~ok)
         layer.count("gated", found.gated)
