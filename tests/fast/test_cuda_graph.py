@@ -1,7 +1,6 @@
 """Steps by replay equal steps as they stand.
 
-On a GPU the replay is a CUDA graph. Elsewhere a list of operations takes its place that, like a graph,
-knows addresses only: whatever the library forgot to copy there, or did on the host, shows.
+On a GPU the replay is a CUDA graph, elsewhere the list of operations in ``emulated_graphs.py``.
 """
 
 import copy
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from emulated_graphs import Emulated, emulate
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_graph as graphs
@@ -24,54 +22,11 @@ GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
-class Operations(TorchDispatchMode):
-    """Notes every operation with the very tensors it read and made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        assert func is not torch.ops.aten._local_scalar_dense.default, "the host looked at a number"
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        self.noted.append((func, args, kwargs, result))
-        return result
-
-
-class Emulated:
-    """What `graphs.Recording` is on a GPU; it takes the step while recording it."""
-
-    made = 0
-    replayed = 0
-
-    def __init__(self, solve: Callable[[], Any], priority: int = 0) -> None:
-        Emulated.made += 1
-        with Operations() as operations:
-            self.result = solve()
-        self._operations = operations.noted
-        self._taken = True
-
-    def replay(self) -> None:
-        if self._taken:
-            self._taken = False
-            return
-        Emulated.replayed += 1
-        for func, args, kwargs, result in self._operations:
-            again = func(*args, **kwargs)
-            for old, new in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
-                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-
-
 @pytest.fixture(autouse=True)
 def _replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Emulated, "made", 0)
-    monkeypatch.setattr(Emulated, "replayed", 0)
     monkeypatch.setattr(graphs, "RECORDINGS", 0)  # that read in place, but where a test has them
     if not GPU:
-        monkeypatch.setattr(graphs, "Recording", Emulated)
-        monkeypatch.setattr(graphs, "can_record", lambda device: True)
+        emulate(monkeypatch)
 
 
 def network(convolutional: bool = False) -> nn.Module:

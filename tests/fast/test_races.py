@@ -17,8 +17,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from torch_locoprop import LocoProp
-from torch_locoprop.fast import cuda_streams, overlapped_weight_grads
+from torch_locoprop import LocoProp, TrainingStep
+from torch_locoprop.fast import cuda_graph, cuda_streams, overlapped_weight_grads
 
 
 class Use(NamedTuple):
@@ -228,6 +228,42 @@ def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.Monke
     else:
         monkeypatch.setattr(overlapped_weight_grads, "_are_taken_over", lambda layer: True)
     assert races(cuda, Twice if missing == "join" else deep, {}).races
+
+
+def clip(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.1, 0.1)
+
+
+def clip_in_place(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("case", ["plain", "penalty", "hook", "hook after", "called twice"])
+def test_training_steps_in_which_others_use_the_gradients(
+    case: str, cuda: CUDA, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of gradients and hooks would not wait for gradients that are computed beside."""
+    monkeypatch.setattr(cuda_graph, "is_recording", lambda: True)
+    model = Twice() if case == "called twice" else deep()
+    for p in model.parameters():
+        if case == "hook":
+            p.register_hook(clip)
+        if case == "hook after":
+            p.register_post_accumulate_grad_hook(clip_in_place)
+
+    def loss_fn(out: Tensor, y: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(out, y)
+        penalty = sum(p.square().sum() for p in model.parameters())
+        return loss + penalty if case == "penalty" else loss
+
+    step = TrainingStep(model, loss_fn, LocoProp(model, lr=1e-3))
+    for _ in range(4):
+        with Watch() as found:
+            step._take([torch.randn(40, 6), torch.randn(40, 3)])
+        cuda.synchronize()
+    assert found.races == []
+    assert ("beside 0" in found.streams) == (case == "plain")
 
 
 class _Nothing(list[Tensor]):

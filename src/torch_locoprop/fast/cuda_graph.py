@@ -77,13 +77,18 @@ class Repeated(Generic[T]):
         """True if the next call replays a recording."""
         return self._recording is not None
 
+    @property
+    def will_record(self) -> bool:
+        """True if the next call records the work."""
+        return self._recording is None and self._eager == 0
+
     def __call__(self) -> T:
         """Run or replay the work; what a replay returns is overwritten by the next one."""
-        if self._recording is None and self._eager > 0:
+        if self.will_record:
+            self._recording = Recording(self._work, self._priority)
+        if self._recording is None:
             self._eager -= 1
             return _on_side_stream(self._work)
-        if self._recording is None:
-            self._recording = Recording(self._work, self._priority)
         self._recording.replay()
         return self._recording.result
 
@@ -98,9 +103,14 @@ def _on_side_stream(work: Callable[[], T]) -> T:
     return result
 
 
+def is_recording() -> bool:
+    """Return True while the current stream records a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def can_record(device: torch.device) -> bool:
     """Return True if work on the device can be recorded now: not inside another recording."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and not is_recording()
 
 
 class Work(NamedTuple):
@@ -236,7 +246,7 @@ class DeviceRates:
                 group["lr"] = lr
 
     def _rate(self, index: int, group: Group, device: torch.device) -> Tensor:
-        wide = group["params"][0].dtype == torch.float64
+        wide = any(p.dtype == torch.float64 for p in group["params"][:1])
         dtype, lr = torch.float64 if wide else torch.float32, float(group["lr"])
         rate, written = self._rates.get((index, dtype, device), (None, None))
         if rate is None:

@@ -16,6 +16,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from torch_locoprop.fast.cuda_graph import is_recording as _is_recording
+
 MANY_STREAMS = 24  # side streams at most
 FEW_STREAMS = 4  # where a library takes memory for each stream: cuBLAS does, 32 MiB on an H200
 GRADIENT_STREAMS = 4  # streams for weight gradients, few for the same reason
@@ -59,6 +61,7 @@ def side_streams(most: int = MANY_STREAMS) -> Iterator[SideStream]:
 
 
 _overlapping = False
+_early = True  # work may leave the main stream before the backward pass has ended
 _gradient_stream: torch.cuda.Stream | None = None  # where weight gradients go at the moment
 _used_gradient_streams: list[torch.cuda.Stream] = []
 _read: list[Tensor] = []  # tensors that the gradient streams read: they must not be overwritten
@@ -72,15 +75,26 @@ def overlapping_backward() -> Iterator[None]:
     its layer's backward pass, and that each layer alone contributes to its gradients. All work has
     ended, in the order of streams, at the end of the context.
     """
-    global _overlapping
-    before, _overlapping = _overlapping, True
+    global _overlapping, _early
+    before = _overlapping, _early
+    _overlapping, _early = True, True
     try:
         yield
     finally:
-        _overlapping = before
+        _overlapping, _early = before
         leave_gradient_stream()
         _read.clear()
         wait_for_gradient_streams()
+
+
+def start_nothing_early() -> None:
+    """Keep all work on the main stream until :func:`overlapping_backward` ends.
+
+    For a backward pass in which the promise of that context does not hold. What is computed stays the
+    same to the last bit.
+    """
+    global _early
+    _early = False
 
 
 def is_overlapping() -> bool:
@@ -147,11 +161,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 
 def _starts_early() -> bool:
-    return _overlapping and _is_recording()
-
-
-def _is_recording() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    return _overlapping and _early and _is_recording()
 
 
 def _others(streams: list[torch.cuda.Stream]) -> list[torch.cuda.Stream]:

@@ -25,10 +25,9 @@ from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_intact
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.recording.transfer_assignment import decide_all, give_transfers
-from torch_locoprop.solvers import FirstOrder
 from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
-from torch_locoprop.stepping.graph_work import Trained
+from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Outer
@@ -116,15 +115,8 @@ class LayerOptimizer(WithFallback):
     @property
     def capturable(self) -> bool:
         """True if a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
-        groups = self._local_groups()
-        return (
-            all(group["every"] == 1 and group["max_rows"] is None for group in groups)
-            and self._fallback is None
-            and self._outer is None
-            and self._measurements is None
-            and all(isinstance(self._components.solver(group), FirstOrder) for group in groups)
-            and not any("fisher" in layer.needs for layer in self._layers)
-        )
+        alone = self._fallback is None and self._outer is None and self._measurements is None
+        return alone and is_capturable(self._local_groups(), self._components, self._layers)
 
     def _detect_transfers(self) -> None:
         """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
@@ -136,6 +128,8 @@ class LayerOptimizer(WithFallback):
 
     def _warn_of_skipped(self) -> None:
         """Warn of updates that were skipped as not finite; on a GPU, look every hundred steps."""
+        if graphs.is_recording():  # the host cannot read the counters now
+            return
         counters = {
             layer.name: layer.counts["skipped"]
             for layer in self._layers
