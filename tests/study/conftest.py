@@ -1,4 +1,4 @@
-"""What makes the study's tests quick: hundreds of tiny runs, each of which cleans up and saves."""
+"""Fixtures that make hundreds of tiny runs quick, and restore the registry of methods."""
 
 import gc
 import os
@@ -11,7 +11,7 @@ from torch_locoprop.study.methods import record
 
 @pytest.fixture(autouse=True, scope="module")
 def _quick_collections() -> Iterator[None]:
-    """Set aside what the imports left: a run begins by collecting garbage, which walks through it."""
+    """Freeze imported objects, as every run begins with a garbage collection."""
     gc.collect()
     gc.freeze()
     yield
@@ -20,11 +20,11 @@ def _quick_collections() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test pulls the plug; what a kill leaves does not depend on it."""
+    """Skip fsync, which matters only if the machine loses power."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
 @pytest.fixture
 def own_methods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget after the test which methods it registered."""
+    """Remove methods that the test registers."""
     monkeypatch.setattr(record, "_RECORDS", dict(record._RECORDS))

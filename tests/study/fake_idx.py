@@ -1,4 +1,4 @@
-"""A data set in the format of MNIST, but tiny, to stand in for the real one."""
+"""A tiny data set in the format of MNIST."""
 
 import gzip
 import hashlib
@@ -18,12 +18,12 @@ FILES = {
 
 
 def idx_bytes(array: np.ndarray) -> bytes:
-    """The array as an IDX file, as the format's description has it."""
+    """Return the array in the IDX format."""
     return struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 class FakeSet:
-    """The arrays by role, and the same as plain and as gzip files by file name."""
+    """Return the arrays by role, and plain and gzip files by name."""
 
     def __init__(self, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)

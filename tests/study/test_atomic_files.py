@@ -1,4 +1,4 @@
-"""What `torch.save` hides is told: a disk that is full in the middle of a file, and Ctrl-C there."""
+"""Atomic writes report errors that `torch.save` hides: a full disk, and Ctrl-C."""
 
 import errno
 import resource
@@ -17,7 +17,7 @@ LARGE = {"weights": torch.zeros(100_000)}
 
 @contextmanager
 def small_files(size: int) -> Iterator[None]:
-    """A limit on the size of files stands in for the full disk."""
+    """A limit on the size of files simulates a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:

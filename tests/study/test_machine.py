@@ -1,4 +1,4 @@
-"""What is measured of the machine, on a GPU and off it."""
+"""Measurements of the machine on a CPU and on a GPU."""
 
 import sys
 

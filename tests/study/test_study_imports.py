@@ -70,7 +70,7 @@ def test_no_file_imports_a_later_package(path: Path) -> None:
 
 
 def test_there_is_no_cycle_between_packages() -> None:
-    """Kahn's algorithm on the graph itself, whatever the order says."""
+    """Kahn's algorithm on the import graph, independent of the order above."""
     graph: dict[str, set[str]] = {room: set() for room in ORDER}
     for path in FILES:
         here = room_of(module_of(path))

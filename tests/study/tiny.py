@@ -1,4 +1,4 @@
-"""A task of a second: few small images and a small model, the same at every call."""
+"""A task that takes a second: few small images and a small model, equal at every call."""
 
 from typing import Any
 

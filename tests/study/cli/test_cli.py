@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it leaves in folders, and how it fails."""
+"""The command line: output, files and errors of `train`, `compare` and `datasets`."""
 
 import json
 import os
@@ -247,7 +247,7 @@ def test_wrong_usage_is_exit_code_two(run: Any) -> None:
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(run: Any) -> None:
-    """A limit on the size of files stands in for the disk; a checkpoint of this model is larger."""
+    """A limit on the size of files simulates a full disk; a checkpoint of this model is larger."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))
     try:
@@ -297,7 +297,7 @@ def test_ctrl_c_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
-    """The real thing: curves, a signal in mid-epoch, and a folder that resumes."""
+    """A real process: a signal within an epoch, and a folder that can be resumed."""
     script = (
         "import torch, sys; from torch_locoprop.study.data import datasets\n"
         "from torch_locoprop.study.cli import main as cli\n"

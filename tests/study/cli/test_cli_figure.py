@@ -1,4 +1,4 @@
-"""`locoprop figure`: what it lists, makes, reuses and refuses."""
+"""`locoprop figure`: listing, making and reusing figures, and its errors."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""`locoprop methods`: what it lists of the records."""
+"""`locoprop methods`: the records it lists."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""`locoprop report` from the command line: what it writes, prints and refuses."""
+"""`locoprop report`: its page, output and errors."""
 
 import json
 import subprocess

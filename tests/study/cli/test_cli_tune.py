@@ -1,4 +1,4 @@
-"""`locoprop tune`: what it prints, what it leaves in its folder, and how it fails."""
+"""`locoprop tune`: its output, folder and errors."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_the_best_configuration_trains(run: Any) -> None:
 
 
 def test_the_same_command_is_the_same_search(run: Any) -> None:
-    """Its folder has a name of its own, and it goes on to as many trials as are asked for."""
+    """A search gets a new folder and continues up to the number of trials."""
     assert run("tune", *TINY, "--quiet")[0] == 0
     (folder,) = Path("tuning").iterdir()
     assert folder.name.startswith("curves-12-8-3-adam-")
@@ -144,7 +144,7 @@ def test_errors_are_one_sentence(
 
 @pytest.mark.parametrize("limit", [600, 3000])
 def test_a_full_disk_is_one_sentence_and_the_search_goes_on_later(run: Any, limit: int) -> None:
-    """A limit on the size of files stands in for the disk: of the description, of the journal."""
+    """A limit on the size of files simulates a full disk, for the description and the journal."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
@@ -184,13 +184,13 @@ def test_without_optuna_it_is_named_and_everything_else_works(
 
 
 def test_optuna_is_imported_by_a_search_alone() -> None:
-    """Other commands start without it."""
+    """Other commands start without Optuna."""
     script = "import sys, torch_locoprop.study.cli.app as c; sys.exit('optuna' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script]).returncode == 0
 
 
 def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
-    """The real thing: a signal in mid-trial, how to go on, and that it does."""
+    """A real process: a signal within a trial, the advice to continue, and the continuation."""
     script = (
         "import torch, sys; from torch_locoprop.study.data import datasets\n"
         "from torch_locoprop.study.cli import main as cli\n"

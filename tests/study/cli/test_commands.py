@@ -1,4 +1,4 @@
-"""What the commands say of warnings, versions and values that make no sense: sentences, no code."""
+"""Warnings, versions and invalid values are reported in sentences, without code."""
 
 import json
 import warnings

@@ -1,4 +1,4 @@
-"""The drawn images against a slow pixel-by-pixel drawing of the same curves."""
+"""Generated images equal a slow pixel-by-pixel drawing of the same curves."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Data sets by name: where files are looked for, what is read, and what a bad file is told."""
+"""Data sets by name: where files are searched, what is read, and errors for bad files."""
 
 import gzip
 import hashlib

@@ -1,4 +1,4 @@
-"""Downloads from real servers on this machine that cut, refuse, fall silent and lie."""
+"""Downloads from local servers that lose connections, refuse, hang and send wrong bytes."""
 
 import gzip
 import re
@@ -231,7 +231,7 @@ def test_cuts_without_end_are_given_up(mirrors: tuple[Mirror, Mirror], path: Pat
 
 
 def test_processes_wait_for_each_other(mirrors: tuple[Mirror, Mirror], path: Path) -> None:
-    """Threads stand in for processes: the lock belongs to an open file, not to a process."""
+    """Threads simulate processes: the lock belongs to an open file, not to a process."""
     threads = [threading.Thread(target=fetch, args=(urls(*mirrors), path, check)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -336,7 +336,7 @@ def test_a_folder_that_cannot_be_written_is_named(
 def test_a_full_disk_is_not_the_mirrors_fault(
     mirrors: tuple[Mirror, Mirror], fake: FakeSet
 ) -> None:
-    """A limit on the size of files stands in for the full disk."""
+    """A limit on the size of files simulates a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20, hard))
     try:

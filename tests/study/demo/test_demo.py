@@ -1,4 +1,4 @@
-"""The demo at a tiny size: what it prints, what it draws, and that a seed repeats it."""
+"""The demo at a tiny size: its output and figure, and that a seed repeats it."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Figures of a second: fifty images, a tiny model, two epochs, and orders for them."""
+"""Requests for figures that take a second: fifty images, a tiny model, two epochs."""
 
 import os
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ IMAGES = Images(counts=(40, 10))
 
 
 class Deadly(Images):
-    """Images whose loading kills the process, as the lack of memory may do."""
+    """Images whose loading kills the process, as a lack of memory may do."""
 
     def load(self, name: str) -> Dataset:
         os._exit(9)
@@ -56,7 +56,7 @@ def unwatched(name: str, epochs: int) -> Iterator[Any]:
 
 
 class Making:
-    """A maker, and all that it said."""
+    """A maker and its messages."""
 
     def __init__(self, asked: FigureRequest) -> None:
         self.said: list[str] = []

@@ -1,4 +1,4 @@
-"""Every figure is valid data: configurations that can be built, lines that differ."""
+"""Every figure of the catalog has valid configurations and distinct lines."""
 
 import json
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_quick_is_embedded_data_on_small_models(name: str) -> None:
 
 
 def test_every_method_of_a_quick_figure_has_settings_for_it() -> None:
-    """Those of the paper's protocol lead nowhere on small models and few images."""
+    """The settings of the paper's protocol do not train small models on few images."""
     for name in LOSSES:
         for config in catalog.loss_figure(name, QUICK).configs:
             assert config.method.partition("@")[0] in QUICK.settings
@@ -139,7 +139,7 @@ def test_one_iteration_of_s_and_of_m_is_one_method_with_one_setting() -> None:
 @pytest.mark.skipif(not RESULTS.is_dir(), reason="a source distribution has no runs")
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_committed_runs_of_locoprop_are_those_of_the_protocol(name: str) -> None:
-    """A change of settings that leaves a run behind would silently take it out of a figure."""
+    """A change of settings without a new run would remove a line from a figure."""
 
     def anywhere(config: RunConfig) -> RunConfig:
         return replace(config, device="cpu", precision="fp32")

@@ -1,4 +1,4 @@
-"""The table of costs: formulas by hand, memory of known work, and a file that is reused."""
+"""The table of costs: formulas by hand, memory of known work, and reused measurements."""
 
 import json
 from dataclasses import replace

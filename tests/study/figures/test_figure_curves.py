@@ -1,4 +1,4 @@
-"""What a picture of losses says: limits, legends, bands, divergence, seconds."""
+"""Plots of losses: limits, legends, bands, divergence, seconds and captions."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -176,7 +176,7 @@ def test_the_footer_says_where_and_how() -> None:
 
 
 def test_every_figure_of_losses_is_drawn(tmp_path: Path) -> None:
-    """All of them from the same few runs: a grid, two panels, one panel."""
+    """All layouts are drawn from the same few runs: a grid, two panels, one panel."""
     config = small.SCALE.series("standard", "adam").config
     runner.run(config, tmp_path / "runs" / "adam", data=small.IMAGES.load("curves"))
     making = small.Making(small.order(tmp_path, only_existing=True))

@@ -1,4 +1,4 @@
-"""The matching loss in pictures is the integral of f, by quadrature that knows no formula of ours."""
+"""The drawn matching losses equal integrals of f by quadrature."""
 
 import math
 from collections.abc import Callable

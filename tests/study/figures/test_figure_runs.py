@@ -1,4 +1,4 @@
-"""Runs are found, finished and run once; where they were made does not matter unless asked."""
+"""Runs of a figure are found, finished and trained once, on any machine unless one is given."""
 
 import json
 from dataclasses import replace
@@ -23,7 +23,7 @@ from torch_locoprop.study.training.run_result import result_of
 
 @pytest.fixture
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The methods that were really run, in their order; timings are named so."""
+    """The methods that were trained, in order; timings are marked."""
     names: list[str] = []
 
     def run(config: Any, folder: Path, **options: Any) -> Any:

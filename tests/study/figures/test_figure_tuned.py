@@ -1,4 +1,4 @@
-"""Settings that a search found take the place of a figure's own where they belong."""
+"""Settings of a search replace those of the matching lines of a figure."""
 
 from dataclasses import replace
 from typing import Any

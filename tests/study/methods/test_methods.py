@@ -1,4 +1,4 @@
-"""The registry of methods: names, settings, and what the optimizers do with them."""
+"""The records of all methods: names, settings, and the optimizers they build."""
 
 import copy
 import sys
@@ -216,7 +216,7 @@ def test_psgd_asks_for_opt_einsum(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Kron(torch.optim.SGD):
-    """Stands in for the optional package's: its state has strings that torch cannot copy."""
+    """A fake of the optional package's Kron: its state has strings that torch cannot copy."""
 
     def __init__(self, params: Any, weight_decouple: bool, **settings: Any) -> None:
         self.weight_decouple = weight_decouple

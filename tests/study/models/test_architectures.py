@@ -1,4 +1,4 @@
-"""Models by name: the paper's shapes, any transfer, and weights that depend on the seed alone."""
+"""Models by name: the shapes of the paper, any transfer, weights that depend on the seed alone."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The autoencoder's shape, start and loss."""
+"""The shape, initial weights and loss of the autoencoder."""
 
 import math
 

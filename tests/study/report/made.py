@@ -1,4 +1,4 @@
-"""Run folders with losses of our choice: what a page says about them can be worked out by hand."""
+"""Run folders with given losses, so that results on the page can be computed by hand."""
 
 from collections.abc import Sequence
 from pathlib import Path

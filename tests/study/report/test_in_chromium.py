@@ -58,7 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
 
 @pytest.fixture(scope="module")
 def written(runs: dict[str, RunFolder]) -> Path:
-    """The page over all of them."""
+    """The page over all runs."""
     top = runs["m0"].path.parent
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets, "load", lambda *_, **__: data())
@@ -111,7 +111,7 @@ def axis(shown: Any, name: str) -> Any:
 
 
 def eventually(shown: Any, condition: str) -> None:
-    """What takes the page a moment; playwright's own wait evaluates text, which the policy forbids."""
+    """Wait for a condition; playwright's own wait evaluates text, which the policy forbids."""
     for _ in range(100):
         if shown.evaluate(condition):
             return
@@ -198,7 +198,7 @@ def test_scale_and_range(shown: Any) -> None:
 
 
 def test_axes_can_be_read(shown: Any) -> None:
-    """Numbers of four digits leave the title alone, and there is no half an epoch."""
+    """Numbers of four digits do not overlap the title, and no tick is at half an epoch."""
     shown.evaluate("() => { Plotly.relayout('plot', {'yaxis.range': [0, 9000]}); }")
     edges = (
         "const right = document.querySelector('#plot .ytitle').getBoundingClientRect().right;"

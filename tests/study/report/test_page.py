@@ -1,4 +1,4 @@
-"""The page as a file: nothing to fetch, nothing that breaks out, pictures that are the model's."""
+"""The page as a file: it loads nothing, escapes all text, and shows the reconstructions."""
 
 import base64
 import io
@@ -42,7 +42,7 @@ def page_of(folder: Path, title: str = "title") -> str:
 
 
 def content(text: str) -> Any:
-    """What the page has inside, read as a browser would: up to the first end of the element."""
+    """Return the embedded data as a browser reads it, up to the first end of the element."""
     found = re.search(r'<script type="application/json" id="data">(.*?)</script', text, re.S)
     assert found
     return json.loads(found[1])

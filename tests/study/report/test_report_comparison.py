@@ -1,4 +1,4 @@
-"""What is found in folders, what is compared with what, and in which order."""
+"""Runs found in folders, their grouping into tasks, and their ranking."""
 
 import json
 import math
@@ -139,7 +139,7 @@ def test_labels_are_short_where_they_stay_different(tmp_path: Path) -> None:
 
 
 def test_what_is_usual_goes_without_saying(tmp_path: Path) -> None:
-    """The method's defaults, and where no series has them, or there are none, the most common."""
+    """Labels leave out the method's defaults, or else the most common values."""
     on_gpu = {"device": "cuda", "precision": "tf32"}
     usual = {"lr": 0.3}
     for name, settings, fields in (

@@ -1,4 +1,4 @@
-"""A run killed fifty times at random moments ends in the bits of one that never was."""
+"""A run killed fifty times at random moments is bit-identical to an uninterrupted one."""
 
 import multiprocessing
 import random
@@ -21,7 +21,7 @@ LONGEST = 0.4
 
 
 def train(folder: str, started: Event) -> None:
-    """The whole life of a process: it always resumes, and saves after every epoch."""
+    """The work of one process: it resumes the run and saves after every epoch."""
     torch.set_num_threads(1)
     started.set()
     run(_config(), folder, resume=True, data=tiny.data(), checkpoint_seconds=0.0)
@@ -63,7 +63,7 @@ def test_fifty_kills_change_nothing(tmp_path: Path) -> None:
 
 
 def _check_whole(folder: Path) -> None:
-    """Whatever a kill leaves is readable, and its lines are those of the first epochs."""
+    """The metrics after a kill can be read and have the first epochs."""
     epochs = [row.epoch for row in RunFolder(folder).metrics()]
     assert epochs == list(range(len(epochs)))
     RunFolder(folder).checkpoint()

@@ -1,4 +1,4 @@
-"""A population trains as its members would alone."""
+"""A population trains its members as LocoProp trains each alone."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ METHODS = [
 def test_losses_equal_those_of_separate_runs(
     variant: str, solver: str, regularizer: Regularizer
 ) -> None:
-    """And a third member, whose settings blow up, disturbs nobody."""
+    """A third member whose settings diverge does not change the others."""
     method = Method(VARIANTS[variant], SOLVERS[solver], 4, "linear", regularizer)
     wild = {"lr": 1e200, "gamma": 1e200, "momentum": 0.5, "decay": 0.9, "eps": 1e-5}
     population = together(method, [*NUMBERS, wild])
@@ -116,7 +116,7 @@ def test_each_member_may_have_rows_of_its_own() -> None:
 
 @pytest.mark.parametrize("solver", ["adam", "rmsprop"])
 def test_kept_members_go_on_as_if_nothing_had_been(solver: str) -> None:
-    """In any order, with their own weights, states and numbers; a count of steps is all's."""
+    """Members keep their weights, states and numbers in any order; the step count is shared."""
     numbers = [*NUMBERS, {**NUMBERS[0], "lr": 5e-3}]
     method = Method(VARIANTS["locoprop-m"], SOLVERS[solver], local_steps=3)
     whole, part = (

@@ -1,4 +1,4 @@
-"""A run is a folder: what is in it, that it repeats and resumes bit for bit, and what it refuses."""
+"""The folder of a run: its files, bit-identical repeats and resumes, and errors."""
 
 import errno
 import json
@@ -196,7 +196,7 @@ class Asked(TorchDispatchMode):
     + [("kfac", True)],
 )
 def test_the_host_asks_for_no_number_in_a_step(method: str, waits: bool) -> None:
-    """What is captured as a graph cannot; K-FAC, which does, shows that it would be seen."""
+    """A step in a CUDA graph must not wait; K-FAC waits, which shows that the check works."""
     model = architectures.build("12-8-3")
     own = methods.get(method)
     optimizer = own.build(model, {**own.settings, "weight_decay": 1e-5})
@@ -230,7 +230,7 @@ def test_a_run_is_a_folder(tmp_path: Path) -> None:
 
 
 def test_the_run_is_the_plain_loop(tmp_path: Path) -> None:
-    """Every epoch's losses, from a loop written out with the schedule's formula."""
+    """The losses equal those of a loop written out with the formula of the schedule."""
     config = tiny.config(settings={"lr": 1e-3}, warmup_epochs=2, seed=5)
     run(config, tmp_path, data=DATA)
     model = architectures.build("12-8-3", seed=5)
@@ -402,7 +402,7 @@ def replace_name(data: Dataset, name: str) -> Dataset:
 
 
 def test_going_on_in_another_environment_is_told(tmp_path: Path) -> None:
-    """The bits are those of one machine."""
+    """Results are bit-identical on one machine only."""
     with pytest.raises(StopError):
         run(tiny.config(), tmp_path, data=DATA, on_epoch=stopping_after(1))
     description = json.loads((tmp_path / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""The linear schedule rises and falls in equal steps and never is zero."""
+"""The linear schedule rises and falls in equal steps and is never zero."""
 
 import pytest
 from hypothesis import given

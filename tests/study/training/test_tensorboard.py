@@ -1,4 +1,4 @@
-"""What TensorBoard reads back: every epoch of every run, once, with the numbers of the metrics."""
+"""TensorBoard logs have every epoch of every run once, with the numbers of the metrics."""
 
 import json
 import resource
@@ -105,7 +105,7 @@ def test_runs_that_were_finished_before_are_logged_too() -> None:
 def test_a_full_disk_is_one_sentence_that_names_the_folder(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A limit on the size of files stands in for the full disk; the log is larger than the rest."""
+    """A limit on the size of files simulates a full disk; the log is the largest file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, hard))
     try:

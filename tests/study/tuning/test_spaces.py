@@ -1,4 +1,4 @@
-"""Search spaces: the paper's, narrowed, and those of methods nobody has heard of."""
+"""Search spaces: those of the paper, narrowed ones, and those of registered methods."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ TUNED = [name for name in methods.names() if "untuned" not in methods.get(name).
 
 @pytest.mark.parametrize("name", TUNED)
 def test_defaults_that_were_tuned_lie_inside(name: str) -> None:
-    """A search can find what is known to be good; what nobody tuned may lie anywhere."""
+    """A search can find defaults that were tuned; untuned defaults may be outside."""
     method = methods.get(name)
     for setting, domain in spaces.of(method).items():
         value = method.settings[setting]

@@ -1,4 +1,4 @@
-"""Several processes on one journal, some of them killed: no trial is lost, and none is there twice."""
+"""Several processes share a search, some are killed: no trial is lost or made twice."""
 
 import json
 import multiprocessing
@@ -34,7 +34,7 @@ FINISHED = (1, 2)
 
 
 def search(folder: str, method: str, trials: int, epoch: int | None, reached: Event) -> None:
-    """The whole life of a process: where `epoch` is given, it stands still there."""
+    """The work of one process; if `epoch` is given, it stops there and waits."""
     torch.set_num_threads(1)
 
     def watch(status: Status) -> None:
@@ -51,7 +51,7 @@ def search(folder: str, method: str, trials: int, epoch: int | None, reached: Ev
 
 @pytest.fixture
 def context() -> ForkServerContext:
-    """A server that has imported torch once forks every process: a start takes milliseconds."""
+    """A server that has imported torch forks every process, which takes milliseconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch_locoprop.study.tuning.search", "pytest"])
     return context
@@ -78,7 +78,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
 
 
 def parameters(folder: Path) -> dict[int, dict[str, float]]:
-    """What was drawn for each trial, from the journal itself; nothing may be drawn again."""
+    """Return the parameters of each trial in the journal; none may be drawn twice."""
     found: dict[int, dict[str, float]] = {}
     for entry in entries(folder):
         if "param_name" in entry:
@@ -146,7 +146,7 @@ def test_a_run_of_a_killed_process_goes_on_where_it_was(
 
 
 def test_kills_at_random_moments(context: ForkServerContext, tmp_path: Path) -> None:
-    """Two processes at a time, one of them killed again and again, wherever it is."""
+    """Two processes at a time; one of them is killed repeatedly at random moments."""
     moments, trials = random.Random(0), 30
     survivor = started(context, tmp_path, "adam", trials)
     for _ in range(KILLS):
@@ -163,7 +163,7 @@ def test_kills_at_random_moments(context: ForkServerContext, tmp_path: Path) -> 
 def test_nobody_survives_and_the_next_one_finds_it_all(
     context: ForkServerContext, tmp_path: Path
 ) -> None:
-    """One process at a time, killed at random moments, until one comes to the end."""
+    """One process at a time, killed at random moments, until one finishes."""
     moments, kills = random.Random(1), 0
     for attempt in range(50):
         process = started(context, tmp_path, "adam", 6)

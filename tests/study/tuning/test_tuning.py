@@ -1,4 +1,4 @@
-"""A search: what it finds and writes, that it goes on, and what it refuses."""
+"""A search: its results and files, its continuation, and its errors."""
 
 import errno
 import json
@@ -138,7 +138,7 @@ def test_the_folder_of_a_run_is_not_that_of_a_search(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sampler", campaign.SAMPLERS)
 def test_a_sampler_learns(sampler: str, tmp_path: Path) -> None:
-    """Of a space whose lower half learns nothing, the later trials avoid it."""
+    """Later trials avoid the lower half of the space, which learns nothing."""
     base = tiny.config("adam", epochs=2)
     result = search(
         tmp_path, base, sampler=sampler, trials=24, population=2, ranges={"lr": "1e-7:1e-1"}
@@ -168,7 +168,7 @@ def test_runs_one_by_one_are_in_folders_without_checkpoints(tmp_path: Path) -> N
 
 @pytest.mark.usefixtures("own_methods")
 def test_a_method_of_ones_own(tmp_path: Path) -> None:
-    """It trains one by one; a matrix that cannot be factored ends a trial, not the search."""
+    """Its trials are single runs; a matrix that cannot be factored ends a trial, not the search."""
 
     class Mine(baselines.SGD):
         def step(self, closure: Any = None) -> Any:
@@ -346,7 +346,7 @@ def test_too_large_a_population_says_what_to_do(
 
 
 def test_half_a_line_is_cut_off(tmp_path: Path) -> None:
-    """What a kill in the middle of a write leaves, at every place in the line."""
+    """A kill in the middle of a write leaves an incomplete line of any length."""
     first = search(tmp_path, trials=2)
     path = tmp_path / "journal.log"
     whole = path.read_bytes()
@@ -379,7 +379,7 @@ def test_a_broken_journal_is_told(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every write of the journal fails once, half written; each time the search goes on."""
+    """Every write of the journal fails once, half written; the search continues each time."""
     search(tmp_path / "whole", trials=2, population=2)
     entries = len((tmp_path / "whole" / "journal.log").read_text().splitlines())
     for number in range(entries):
