@@ -57,32 +57,30 @@ class LocoProp(LayerOptimizer):
             opt.zero_grad()
 
     Args:
-        model: the model, called as a whole or by its parts. transfers: the transfer behind a layer,
-        by module name, where it should not be detected. output_transfer: the transfer inside the
-        loss: ``sigmoid``, ``softmax`` or ``linear``. It goes to
-            every layer whose own output the model returns; a transfer in the model is detected
+        model: the model, called as a whole or by its parts.
+        transfers: the transfer behind a layer, by module name, where it should not be detected.
+        output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
+            to every layer whose own output the model returns; a transfer in the model is detected
             automatically. Name those of a model with several heads in ``transfers``.
-        loss_fn: the loss itself, from which ``output_transfer`` and the reduction are read. layers:
-        which layers have local problems, as patterns such as ``encoder.*``; the others go to the
-            fallback. None is all that can.
+        loss_fn: the loss itself, from which ``output_transfer`` and the reduction are read.
+        layers: which layers have local problems, as patterns such as ``encoder.*``; the others go to
+            the fallback. None is all that can.
         guards: :class:`~torch_locoprop.Guards` on the solutions: ``cap``, ``cap_by`` and ``gate``.
-        diagnose: measure what each step does in each layer, for :meth:`diagnostics`. Costs time,
-        and the
-            memory of ∂L/∂a of every layer until the step. With several processes, set it in all or
-            none.
-        cuda_graph: on a GPU, replay steps that repeat the work of earlier ones as a CUDA graph:
-        equal to
-            rounding and much faster, for copies of the layers' inputs and memory of its own.
+        diagnose: measure what each step does in each layer, for :meth:`diagnostics`. Costs time, and
+            the memory of ∂L/∂a of every layer until the step. With several processes, set it in all
+            or none.
+        cuda_graph: on a GPU, replay steps that repeat the work of earlier ones as a CUDA graph: equal
+            to rounding and much faster, for copies of the layers' inputs and memory of its own.
         apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
-        displacement
-            as a gradient to the optimizer ``outer``; ``nothing``, for control runs, solves everything
-            and applies nothing: weights stay, or ``outer`` steps with the plain gradient.
+            displacement as a gradient to the optimizer ``outer``; ``nothing``, for control runs,
+            solves everything and applies nothing: weights stay, or ``outer`` steps with the plain
+            gradient.
         outer: the optimizer for ``apply="gradient"``, a list of several, or a function that makes
-        them of
-            the parameters of layers with a local problem. An optimizer of all parameters trains the
-            others too, and needs no ``fallback``. During a step its learning rates are multiplied by lr
-            over the lr given here, so schedules of this optimizer act on it; the local problem keeps
-            the lr given here. Groups whose schedules differ need groups of their own in it.
+            them of the parameters of layers with a local problem. An optimizer of all parameters
+            trains the others too, and needs no ``fallback``. During a step its learning rates are
+            multiplied by lr over the lr given here, so schedules of this optimizer act on it; the
+            local problem keeps the lr given here. Groups whose schedules differ need groups of their
+            own in it.
         fallback: makes the optimizer of parameters without a local problem. Without it they get
             ``AdamW(lr=1e-3)`` and a warning. Its groups follow the local ones in ``param_groups``.
         param_groups: as in ``torch.optim``: a part of the model, or other settings for some layers.
