@@ -24,11 +24,13 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "mathml",  # docs/_ext/mathml.py
     "repository_links",  # docs/_ext/repository_links.py
+    "long_names",  # docs/_ext/long_names.py
 ]
 exclude_patterns = ["_build", "gallery/*.md", "gallery/*.rst", "**/*.ipynb"]
 default_role = "code"
-nitpicky = True  # a reference to one of our names that does not exist is an error
-nitpick_ignore_regex = [("py:mod", ".*"), ("py:.*", r"(?!torch_locoprop).*")]
+nitpicky = True  # a reference to a public name of ours that does not exist is an error
+PUBLIC = "|".join(torch_locoprop.__all__)
+nitpick_ignore_regex = [("py:mod", ".*"), ("py:.*", rf"(?!torch_locoprop\.({PUBLIC})(\.\w+)?$).*")]
 
 # ---- pages -------------------------------------------------------------------------------------
 
@@ -69,6 +71,7 @@ sphinx_gallery_conf = {
     "run_stale_examples": True,
     "abort_on_example_error": True,
     "show_memory": False,
+    "write_computation_times": False,
     "download_all_examples": False,
     "remove_config_comments": True,
     "plot_gallery": "True",
@@ -106,6 +109,16 @@ def literal_blocks(
             lines[index:index] = ["::", ""]
 
 
+def resolve_at_the_top(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Link `torch_locoprop.variants.Variant`, say, to `torch_locoprop.Variant`, which is documented."""
+    name = str(node.get("reftarget", "")).rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in torch_locoprop.__all__:
+        return None
+    domain, target = env.get_domain("py"), f"torch_locoprop.{name}"
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", target, node, content)
+
+
 def setup(app: Any) -> None:
+    app.connect("missing-reference", resolve_at_the_top)
     app.connect("autodoc-skip-member", skip_members)
     app.connect("autodoc-process-docstring", literal_blocks)

@@ -9,9 +9,14 @@ from latex2mathml.converter import convert
 from sphinx.util.math import get_node_equation_number
 
 
+def mathml(formula: str, display: str) -> str:
+    """Return a formula as MathML; a transpose sign is a letter, not a relation with space around it."""
+    return convert(formula, display=display).replace("<mo>&#x022A4;</mo>", "<mi>&#x022A4;</mi>")
+
+
 def visit_inline(translator: Any, node: nodes.Element) -> None:
     """Write a formula within a line."""
-    translator.body.append(convert(node.astext(), display="inline"))
+    translator.body.append(mathml(node.astext(), "inline"))
     raise nodes.SkipNode
 
 
@@ -21,7 +26,7 @@ def visit_block(translator: Any, node: nodes.Element) -> None:
     if node["number"]:
         number = get_node_equation_number(translator, node)
         translator.body.append(f'<span class="eqno">({number})</span>')
-    translator.body.append(convert(node.astext(), display="block"))
+    translator.body.append(mathml(node.astext(), "block"))
     translator.body.append("</div>\n")
     raise nodes.SkipNode
 

@@ -1,4 +1,4 @@
-"""The README has the tables of the committed runs; a row tells what a run is and how far it came."""
+"""docs/results.md has the tables of the committed runs; a row names a run and how far it came."""
 
 import importlib.util
 from dataclasses import replace
@@ -18,10 +18,29 @@ results_table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(results_table)
 
 
-@pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="a source distribution has no runs")
-@pytest.mark.parametrize("task", ["mnist-tanh-standard", "mnist-tanh-deep", "mnist-tanh-wide"])
-def test_the_readme_has_the_table_of_the_runs(task: str) -> None:
-    assert results_table.table(ROOT / "results" / task) in (ROOT / "README.md").read_text()
+PAGE = ROOT / "docs" / "results.md"
+TASKS = (
+    *("mnist-tanh-standard", "mnist-tanh-deep", "mnist-tanh-wide", "mnist-tanh-standard-100"),
+    *("mnist-relu-standard", "fashion-mnist-tanh-standard", "curves-tanh-standard"),
+)
+has_runs = pytest.mark.skipif(
+    not (ROOT / "results").is_dir(), reason="a source distribution has no runs"
+)
+
+
+@has_runs
+@pytest.mark.parametrize("task", TASKS)
+def test_the_page_of_results_has_the_table_of_the_runs(task: str) -> None:
+    page = PAGE.read_text()
+    assert results_table.table(ROOT / "results" / task) in page
+    assert f"python benchmarks/results_table.py results/{task}`" in page
+
+
+@has_runs
+def test_the_page_has_the_tables_of_variations_and_of_times() -> None:
+    page, runs = PAGE.read_text(), ROOT / "results" / "mnist-tanh-standard"
+    assert results_table.table(runs, varied=True) in page
+    assert results_table.reach_table(runs, [60.0, 55.0, 53.0, 52.0]) in page
 
 
 @pytest.mark.parametrize(
