@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+DEV := $(VENV)/.installed
+STUDY := $(VENV)/.study
 PEERS := $(VENV)/.peers
 BENCH := runs/bench
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 # Threads of a matrix product wait for each other busily only for a moment: where another program has one
 # of the cores, the default wait makes every product many times slower; where none has, this costs nothing.
@@ -12,46 +14,60 @@ export GOMP_SPINCOUNT ?= 1000
 
 # The tests run in so many processes of one thread each: their matrices are too small for more.
 CORES ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal
+
+# The mathematics and what one step does, without compilers, processes, browsers and whole training runs.
+QUICK := $(addprefix tests/,paper solvers config layers stepping recording reporting) \
+	$(addprefix tests/promises/,test_backprop_identity.py test_against_reference.py test_equations.py test_readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench clean
+.PHONY: help demo quick test check docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STAMP) ## train four optimizers side by side on a small deep autoencoder, draw demo.png
+demo: $(STUDY) ## train four optimizers side by side on a small deep autoencoder, draw demo.png
 	$(BIN)/python -m torch_locoprop.study.demo
 
-test: $(STAMP) ## run all tests; fails below 95% line coverage of src
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal \
-		--cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+quick: $(DEV) ## run the tests of the mathematics and of one step: under 90 seconds on two cores
+	$(PYTEST) $(QUICK) -q -k "not compile"
 
-check: $(STAMP) ## lint, format, types, then all tests: what a change has to pass
+test: $(DEV) ## run all tests; fails below 95% line coverage of src
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+check: $(DEV) ## lint, format, types, then all tests: what a change has to pass
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(MAKE) --no-print-directory test
 
-docs: $(STAMP) ## build the documentation into docs/_build/html; a warning is an error
-	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going docs docs/_build/html
+docs: $(DEV) ## build the documentation into docs/_build/html; a warning is an error
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
-bench: $(STAMP) $(PEERS) ## time LocoProp beside its matrix products and other optimizers, draw its growth
+bench: $(DEV) $(PEERS) ## time LocoProp beside its matrix products and other optimizers, draw its growth
 	$(BIN)/python -m benchmarks.steps --device cpu --threads 2 --out $(BENCH)/steps.json --figure $(BENCH)/steps.png
 	$(BIN)/python -m benchmarks.steady --threads 2 --out $(BENCH)/steady.json
 	$(BIN)/python -m benchmarks.growth --quick --device cpu --threads 1 \
 		--out $(BENCH)/growth.json --figure $(BENCH)/growth.png
 
 clean: ## remove the environment, caches and outputs
-	rm -rf $(VENV) dist build runs docs/_build docs/auto_gallery .coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -rf $(VENV) dist build runs docs/_build docs/auto_gallery \
+		.coverage .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks docs -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The stamp is written last: an interrupted installation is taken up again by the next call.
-$(STAMP): pyproject.toml constraints.txt
+# A stamp is written last: an interrupted installation is taken up again by the next call.
+$(DEV): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(INSTALL) -e ".[dev]"
+	@touch $@
+
+# What the demo needs, and nothing else.
+$(STUDY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) -e ".[study]"
 	@touch $@
 
 # Other people's optimizers, for `make bench`: without them it goes on, and says which rows it has not.
-$(PEERS): $(STAMP)
-	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		-e ".[peers]" locoprop==0.1.0 && touch $@
+$(PEERS): $(DEV)
+	-$(INSTALL) -e ".[peers]" locoprop==0.1.0 && touch $@
