@@ -26,7 +26,7 @@ extensions = [
     "repository_links",  # docs/_ext/repository_links.py
     "long_names",  # docs/_ext/long_names.py
 ]
-exclude_patterns = ["_build", "gallery/*.md", "gallery/*.rst", "**/*.ipynb"]
+exclude_patterns = ["_build", "gallery", "**/*.ipynb", "**/sg_execution_times.rst"]
 default_role = "code"
 nitpicky = True  # a reference to a public name of ours that does not exist is an error
 PUBLIC = "|".join(torch_locoprop.__all__)
