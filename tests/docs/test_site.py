@@ -4,8 +4,10 @@ import inspect
 import re
 import subprocess
 from html import unescape
+from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -66,6 +68,38 @@ def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
         assert not loaded.findall(page.read_text()), page
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(['\"]?https?:|@import", style.read_text()), style
+
+
+class Page(HTMLParser):
+    """The links of a page, and the places in it that a link can name."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.places: set[str] = set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.places |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+
+
+def test_links_within_the_site_lead_somewhere(site: Path) -> None:
+    pages = {path: Page(path) for path in site.rglob("*.html")}
+    count = 0
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, place = unquote(link).partition("#")
+            if target.startswith(("http:", "https:", "mailto:")):
+                continue
+            file = (path.parent / target).resolve() if target else path
+            assert file.exists(), f"{path.relative_to(site)} links to {link}"
+            if place and file.suffix == ".html":
+                assert place in pages[file].places, f"{path.relative_to(site)} links to {link}"
+            count += 1
+    assert count > 1000
 
 
 def test_formulas_are_mathml(site: Path) -> None:
