@@ -24,7 +24,8 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 
 @pytest.fixture(autouse=True)
 def _replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "RECORDINGS", 0)  # that read in place, but where a test has them
+    # No recording reads tensors in place, except where a test allows it.
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", 0)
     if not GPU:
         emulate(monkeypatch)
 
@@ -111,7 +112,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_replayed_steps_equal_those_that_are_not(
     name: str, in_place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphs, "RECORDINGS", in_place)
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", in_place)
     expected, _ = trained(cuda_graph=False, **SETTINGS[name])
     found, _ = trained(**SETTINGS[name])
     same(found, expected)
@@ -124,7 +125,7 @@ def test_replayed_steps_equal_those_that_are_not(
 @pytest.mark.parametrize("in_place", [0, 4], ids=["copies", "in place"])
 def test_what_changes_between_steps_is_seen(in_place: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rates, settings, sizes of batches, frozen layers, new states: nothing is replayed as it was."""
-    monkeypatch.setattr(graphs, "RECORDINGS", in_place)
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", in_place)
 
     def meddle(step: int, model: nn.Module, optimizer: LocoProp) -> None:
         first = model.get_submodule("0")
@@ -433,7 +434,7 @@ def test_a_loaded_state_leaves_no_recording_of_the_one_before() -> None:
 
 def test_no_more_than_a_few_kinds_of_steps_are_kept() -> None:
     _, optimizer = trained(60, lambda step: 10 + step % 12)
-    assert len(optimizer._graphs._kinds) <= graphs.KINDS
+    assert len(optimizer._graphs._kinds) <= graphs.MAX_KINDS
 
 
 def test_a_copy_of_the_optimizer_records_anew() -> None:
@@ -445,7 +446,7 @@ def in_place(
     moves: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> list[Tensor]:
     """A loop whose batches and gradients stay where they are, but the batch before some steps."""
-    monkeypatch.setattr(graphs, "RECORDINGS", 2)
+    monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(49, 5), nn.Tanh()).to(DEVICE, torch.float64)
     optimizer = LocoProp(model, lr=1e-3, **settings)

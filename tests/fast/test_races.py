@@ -226,7 +226,7 @@ def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.Monke
     elif missing == "hold":
         monkeypatch.setattr(cuda_streams, "_read", _Nothing())
     else:
-        monkeypatch.setattr(overlapped_weight_grads, "_are_taken_over", lambda layer: True)
+        monkeypatch.setattr(overlapped_weight_grads, "_are_assigned", lambda layer: True)
     assert races(cuda, Twice if missing == "join" else deep, {}).races
 
 

@@ -1,1 +1,1 @@
-"""Faster ways to the numbers of the plain solvers."""
+"""Fast paths: they compute what the plain solvers compute, to rounding, in less time."""

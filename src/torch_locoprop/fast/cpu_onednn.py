@@ -1,8 +1,8 @@
-"""The gradients of a linear layer's local problem on a CPU, from weight and bias as one matrix.
+"""The gradients of a linear layer's local problem on a CPU, with weight and bias as one matrix.
 
-The plain version is ``LocalProblem.gradient``. Here the bias is a column of the weights, whose input is
-one: products add it, and give its gradient. Pre-activations are ``[d, rows]``, so that the left factor
-of each product is stored by rows. oneDNN, where torch has it, takes such products faster than
+The plain version is ``LocalProblem.gradient``. Here the bias is a column of the weight matrix, with
+input 1, so that the matrix products include it. Pre-activations are ``[d, rows]``, so that the left
+factor of each product is contiguous. oneDNN, if PyTorch has it, computes such products faster than
 ``torch.mm`` and applies the transfer before it writes the result.
 """
 
@@ -21,12 +21,15 @@ from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
 from torch_locoprop.solvers.first_order import Iterate
 
-SWITCHED_OFF = False  # everything takes its plain way
+SWITCHED_OFF = False  # True: use the plain version for all problems (for tests)
 
-LARGE = 2**22  # multiplications: below, joining takes longer than it saves
-MULTIPLE = 8  # of so many columns: products are faster
+# Multiplications of a matrix product; for smaller ones, joining weight and bias costs more than it
+# saves.
+LARGE = 2**22
+MULTIPLE = 8  # matrices get a multiple of so many columns, which makes products faster
 
-# In place, and as oneDNN names it. Its ReLU makes zero of what is not a number.
+# For each transfer, its in-place function and oneDNN's name for it. oneDNN's ReLU is not used: it turns
+# NaN into zero.
 TRANSFERS: dict[type[Transfer], tuple[Callable[[Tensor], Tensor] | None, str]] = {
     Linear: (None, "none"),
     Tanh: (torch.tanh_, "tanh"),
@@ -36,7 +39,12 @@ TRANSFERS: dict[type[Transfer], tuple[Callable[[Tensor], Tensor] | None, str]] =
 
 
 class Joined(Iterate):
-    """The iterate of a local problem as one matrix ``[W b]``, moved in place, and its gradient."""
+    """The iterate of a local problem as one matrix ``[W b]``, updated in place, and its gradient.
+
+    Args:
+        problem: the local problem.
+        gram: XᵀX of its rows; None computes gradients from the rows.
+    """
 
     def __init__(self, problem: LocalProblem, gram: Gram | None) -> None:
         self.problem, self._gram = problem, gram
@@ -45,15 +53,15 @@ class Joined(Iterate):
             self._change = _by_rows(problem, self._iterate)
         else:
             self._change = _by_gram(problem, gram)
-            self._iterate.zero_()  # what has moved: the gradient is linear in it
-        self.at = _parts(self._iterate, problem.start)
+            self._iterate.zero_()  # the displacement, in which the gradient is linear
+        self.at = _split(self._iterate, problem.start)
 
     def gradient(self) -> Tensors:
         change = self._change(self._iterate)
         if self.problem.row_weight != 1:
             change *= self.problem.row_weight
-        parts = _parts(change, self.problem.start)
-        return {name: t.add_(self.problem.first_gradient[name]) for name, t in parts.items()}
+        changes = _split(change, self.problem.start)
+        return {name: t.add_(self.problem.first_gradient[name]) for name, t in changes.items()}
 
     def found(self) -> Tensors:
         if self._gram is None:
@@ -62,7 +70,7 @@ class Joined(Iterate):
 
 
 def fits(problem: LocalProblem) -> bool:
-    """Whether a problem may go this way, which does all that it asks for, and gains by it."""
+    """Return True if :class:`Joined` can compute the gradients of a problem and is faster."""
     weight, x = problem.start.get("weight"), problem.x
     if SWITCHED_OFF or weight is None or not weight.is_cpu or weight.dim() != 2:
         return False
@@ -72,12 +80,15 @@ def fits(problem: LocalProblem) -> bool:
     if isinstance(rows, Tensor) or rows * weight.numel() < LARGE:
         return False
     tensors = [matrix, *problem.start.values(), *problem.backprop.values()]
-    dtype = torch.promote_types(weight.dtype, torch.float32)  # none of half precision
+    dtype = torch.promote_types(weight.dtype, torch.float32)  # excludes half precision
     return all(type(t) is Tensor and t.dtype == dtype for t in tensors)
 
 
 def _by_rows(problem: LocalProblem, start: Tensor) -> Callable[[Tensor], Tensor]:
-    """The gradient at ``[W b]``, less that at the start: ``(f(a) − f(a₀))ᵀ[X 1]``."""
+    """Return a function of ``[W b]``: the gradient minus that at the start, from rows.
+
+    It computes ``(f(a) − f(a₀))ᵀ[X 1]``.
+    """
     transfer = transfer_of(problem)
     assert transfer is not None
     ones = {"bias": torch.ones_like(problem.x[:, 0])} if "bias" in problem.start else {}
@@ -87,7 +98,10 @@ def _by_rows(problem: LocalProblem, start: Tensor) -> Callable[[Tensor], Tensor]
 
 
 def _by_gram(problem: LocalProblem, gram: Gram) -> Callable[[Tensor], Tensor]:
-    """The gradient at a displacement of ``[W b]``, less that at the start: ``Δ [X 1]ᵀ[X 1]``."""
+    """Return a function of the displacement ``Δ`` of ``[W b]``: the gradient minus that at the start.
+
+    It computes ``Δ [X 1]ᵀ[X 1]``.
+    """
     n, biases = len(gram.square), len(problem.start) - 1
     square = gram.square.new_zeros(_columns(n + biases), _columns(n + biases))
     square[:n, :n] = gram.square
@@ -98,9 +112,15 @@ def _by_gram(problem: LocalProblem, gram: Gram) -> Callable[[Tensor], Tensor]:
 
 
 def product(left: Tensor, right: Tensor, transfer: type[Transfer] = Linear) -> Tensor:
-    """``f(left @ rightᵀ)`` of two matrices, the left one contiguous."""
+    """Return ``f(left @ rightᵀ)``.
+
+    Args:
+        left: a contiguous matrix ``[d, n]``.
+        right: a matrix ``[rows, n]``.
+        transfer: the transfer f, one of :data:`TRANSFERS`.
+    """
     in_place, name = TRANSFERS[transfer]
-    if not _onednn_takes(left):
+    if not _onednn_supports(left):
         result, applied = left @ right.mT, False
     else:
         result = torch.ops.mkldnn._linear_pointwise(left, right, None, name, [], "")
@@ -108,20 +128,20 @@ def product(left: Tensor, right: Tensor, transfer: type[Transfer] = Linear) -> T
     return result if applied or in_place is None else in_place(result)
 
 
-def _onednn_takes(tensor: Tensor) -> bool:
-    switched_on = bool(torch.backends.mkldnn.enabled)
-    return tensor.dtype == torch.float32 and switched_on and _onednn_is_there()
+def _onednn_supports(tensor: Tensor) -> bool:
+    enabled = bool(torch.backends.mkldnn.enabled)
+    return tensor.dtype == torch.float32 and enabled and _has_onednn()
 
 
 @cache
-def _onednn_is_there() -> bool:
-    """With its product, which is not among torch's public operations."""
-    there: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return there and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _has_onednn() -> bool:
+    """Return True if PyTorch has oneDNN and its private operation for matrix products."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _joined(tensors: Tensors) -> Tensor:
-    """Weight and bias as one matrix ``[d, n(+1)]``, with zeros up to a multiple of columns."""
+    """Return weight and bias as one matrix ``[d, n(+1)]``, padded with zero columns."""
     d, n = tensors["weight"].shape
     joined = tensors["weight"].new_empty(d, _columns(n + len(tensors) - 1))
     joined[:, :n] = tensors["weight"]
@@ -131,11 +151,12 @@ def _joined(tensors: Tensors) -> Tensor:
     return joined
 
 
-def _parts(joined: Tensor, like: Tensors) -> Tensors:
-    """The inverse of :func:`_joined`, as views, for the entries of ``like``."""
+def _split(joined: Tensor, like: Tensors) -> Tensors:
+    """Return views of weight and bias in a matrix of :func:`_joined`, for the names in ``like``."""
     n = like["weight"].shape[1]
     return {name: joined[:, :n] if name == "weight" else joined[:, n] for name in like}
 
 
 def _columns(needed: int) -> int:
+    """Return the number of columns of a padded matrix."""
     return -(-needed // MULTIPLE) * MULTIPLE

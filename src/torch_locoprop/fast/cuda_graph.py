@@ -1,15 +1,16 @@
-"""CUDA graphs: recording work once and replaying it, for all who repeat the same work.
+"""CUDA graphs: work that is recorded once and replayed whenever the same work comes again.
 
-In an ordinary loop the host launches every kernel of every local iteration, and that takes longer than
-the kernels do. A CUDA graph launches all of them at once, but reads fixed addresses only.
+In an ordinary loop the host launches every kernel of every local iteration, which takes longer than the
+kernels run. A CUDA graph launches all of them at once, but it reads and writes fixed addresses.
 
-- :class:`Recording` is one recorded graph.
-- :class:`Repeated` replays work that is the same every time: whole training steps, populations.
-- :class:`StepGraphs` replays the local problems of ``opt.step()``. In most loops a backward pass leaves
-  most inputs and gradients where it left them the time before, and the graph reads them there; those
-  that move are copied to where the graph reads them.
+- :class:`Recording` is one recorded CUDA graph.
+- :class:`Repeated` replays work that is the same in every call: whole training steps, populations.
+- :class:`StepGraphs` replays the local problems of ``opt.step()``. In most loops a backward pass puts
+  most inputs and gradients at the same addresses as the pass before, and the CUDA graph reads them
+  there. The others are copied to fixed addresses.
 
-What a step's work is, these classes are told (:class:`Work`): they know no layers and no settings.
+These classes know no layers and no settings: a :class:`Work` describes what a step does. It is made in
+``stepping/graph_work.py``.
 """
 
 from __future__ import annotations
@@ -28,31 +29,40 @@ Group = dict[str, Any]
 Directions = dict[nn.Parameter, Tensor]
 Solve = Callable[[], Directions]
 
-# Steps of one kind that run eagerly before it is recorded: libraries choose their kernels in them.
+# Number of steps of one kind that run eagerly before one is recorded. Libraries such as cuBLAS choose
+# their kernels in them.
 EAGER_STEPS = 3
-# A tensor that has moved more often than this is copied from then on. One move is allowed, because
-# a recording leaves other memory free. Whatever takes memory between steps may move tensors, such
-# as an evaluation.
-MOVES = 1
-# Recordings of one kind that read tensors where they are; any further recording reads copies alone.
-RECORDINGS = 4
-# Kinds of steps to remember: a batch is smaller now and then, or a step has no local problems.
-KINDS = 4
+# A tensor whose address has changed more often than this is copied from then on. One change is allowed
+# because the recording itself changes which memory is free. Any other use of memory between steps, such
+# as an evaluation, may change addresses too.
+MAX_MOVES = 1
+# Number of recordings of one kind that read tensors in place; all later ones read copies only.
+MAX_RECORDINGS_IN_PLACE = 4
+# Number of kinds of steps that are kept: for example, the last batch of an epoch may be smaller.
+MAX_KINDS = 4
 
 
 class Recording(Generic[T]):
-    """A CUDA graph of work on the current device, and what the work returned."""
+    """One CUDA graph of work on the current device.
+
+    Args:
+        work: the work to record. It is not run: call :meth:`replay`.
+        priority: the priority of the stream that records.
+
+    Attributes:
+        result: what the work returned; every replay overwrites its tensors.
+    """
 
     def __init__(self, work: Callable[[], T], priority: int = 0) -> None:
         self._graph = torch.cuda.CUDAGraph()
         before = torch.cuda.current_stream()
         own = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
         try:
-            # Other threads, such as those that load data, may continue whatever they do.
+            # "thread_local" lets other threads, such as data loaders, use the GPU meanwhile.
             with torch.cuda.graph(self._graph, stream=own, capture_error_mode="thread_local"):
                 self.result = work()
         finally:
-            torch.cuda.set_stream(before)  # a recording that failed does not do so
+            torch.cuda.set_stream(before)  # PyTorch does not restore it if the recording fails
 
     def replay(self) -> None:
         """Run the recorded kernels."""
@@ -63,9 +73,9 @@ class Repeated(Generic[T]):
     """Work that is the same in every call: run eagerly at first, then replayed as a CUDA graph.
 
     Args:
-        work: a function that reads and writes the same tensors each time.
+        work: a function that reads and writes the same tensors in every call.
         eager: number of calls before the recording.
-        priority: of the stream that records; -1 puts it ahead of the layers' streams.
+        priority: the priority of the stream that records; -1 is higher than that of side streams.
     """
 
     def __init__(self, work: Callable[[], T], eager: int, priority: int = 0) -> None:
@@ -74,7 +84,7 @@ class Repeated(Generic[T]):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the next call replays a recording."""
+        """True if the work is recorded, so that the next call replays it."""
         return self._recording is not None
 
     @property
@@ -83,7 +93,7 @@ class Repeated(Generic[T]):
         return self._recording is None and self._eager == 0
 
     def __call__(self) -> T:
-        """Run or replay the work; what a replay returns is overwritten by the next one."""
+        """Run or replay the work and return its result, which the next replay overwrites."""
         if self.will_record:
             self._recording = Recording(self._work, self._priority)
         if self._recording is None:
@@ -94,7 +104,7 @@ class Repeated(Generic[T]):
 
 
 def _on_side_stream(work: Callable[[], T]) -> T:
-    """Run work as a recording requires it to have run before: on a stream that is not the default."""
+    """Run work on a stream other than the default one, as PyTorch requires before a recording."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -109,92 +119,102 @@ def is_recording() -> bool:
 
 
 def can_record(device: torch.device) -> bool:
-    """Return True if work on the device can be recorded now: not inside another recording."""
+    """Return True if work on a device can be recorded: on a GPU, outside of another recording."""
     return device.type == "cuda" and not is_recording()
 
 
 class Work(NamedTuple):
-    """What a step does on the device."""
+    """Describes what a step does on the device."""
 
-    key: list[object]  # equal for steps that are the same work
-    held: list[Tensor]  # the tensors that the key names by identity
+    key: list[object]  # equal for steps that do the same work
+    held: list[Tensor]  # the tensors that the key identifies by their id
     moving: list[nn.Parameter]  # the parameters that the step moves
-    left: list[Tensor]  # what backward passes have left: inputs of all layers, then gradients
-    is_fixed: Callable[[], bool]  # whether the host has no part in it; alike for equal keys
-    reading: Callable[[Sequence[Tensor]], AbstractContextManager[None]]  # other tensors for `left`
+    inputs: list[Tensor]  # made by backward passes: inputs of all layers, then gradients
+    is_fixed: Callable[[], bool]  # returns True if the host decides nothing in the step
+    reading: Callable[[Sequence[Tensor]], AbstractContextManager[None]]  # replaces `inputs` inside
 
 
 @dataclass(eq=False)
-class _Kind:
-    """Steps that are the same work."""
+class _StepKind:
+    """Steps that do the same work, and the CUDA graph of them."""
 
     key: list[object]
-    held: list[Tensor]  # kept alive, so that no other tensor gets the identity of one of them
-    taken: int = 0
-    recorded: int = 0
+    held: list[Tensor]  # kept alive, so that no other tensor gets the id of one of them
+    steps: int = 0  # number of steps so far
+    recordings: int = 0  # number of recordings so far
     recording: Recording[Directions] | None = None
-    last: list[int] = field(default_factory=list)  # addresses of what the last backward pass left
-    moves: list[int] = field(default_factory=list)  # how often each of these has moved
-    places: list[int] = field(default_factory=list)  # addresses that the recording reads,
-    copies: dict[int, Tensor] = field(default_factory=dict)  # except those with a copy, by index
+    addresses: list[int] = field(default_factory=list)  # of the inputs in the last step
+    moves: list[int] = field(default_factory=list)  # how often the address of each has changed
+    read_addresses: list[int] = field(
+        default_factory=list
+    )  # of the inputs that the recording reads
+    copies: dict[int, Tensor] = field(default_factory=dict)  # read in place of inputs, by index
 
-    def watch(self, left: Sequence[Tensor]) -> None:
-        """Count which tensors have moved since the step before."""
-        places = [tensor.data_ptr() for tensor in left]
-        before, moves = self.last or places, self.moves or [0] * len(left)
-        moved = [now != then for now, then in zip(places, before, strict=True)]
-        self.last, self.moves = places, list(map(add, moves, moved))
+    def count_moves(self, inputs: Sequence[Tensor]) -> None:
+        """Count which inputs have other addresses than in the step before."""
+        addresses = [tensor.data_ptr() for tensor in inputs]
+        before, moves = self.addresses or addresses, self.moves or [0] * len(inputs)
+        moved = [now != then for now, then in zip(addresses, before, strict=True)]
+        self.addresses, self.moves = addresses, list(map(add, moves, moved))
 
-    def ready(self, work: Work, solve: Solve) -> Recording[Directions]:
-        """Return a recording that reads what is left now: the last one, or a new one."""
+    def recording_of(self, work: Work, solve: Solve) -> Recording[Directions]:
+        """Return a recording that reads the present inputs: the last one if it does, or a new one."""
         if self.recording is not None and all(
             now == then or i in self.copies
-            for i, (now, then) in enumerate(zip(self.last, self.places, strict=True))
+            for i, (now, then) in enumerate(zip(self.addresses, self.read_addresses, strict=True))
         ):
             if self.copies:
-                left = [work.left[i] for i in self.copies]
-                torch._foreach_copy_(list(self.copies.values()), left)
+                inputs = [work.inputs[i] for i in self.copies]
+                torch._foreach_copy_(list(self.copies.values()), inputs)
             return self.recording
-        self.recording = None  # its memory can serve the next one
-        self.recorded += 1
-        copied = [self.recorded > RECORDINGS or moves > MOVES for moves in self.moves]
-        self.copies = {i: work.left[i].clone() for i, own in enumerate(copied) if own}
-        with work.reading([self.copies.get(i, tensor) for i, tensor in enumerate(work.left)]):
-            self.places, self.recording = self.last, Recording(solve)
+        self.recording = None  # frees its memory for the next one
+        self.recordings += 1
+        only_copies = self.recordings > MAX_RECORDINGS_IN_PLACE
+        copied = [only_copies or moves > MAX_MOVES for moves in self.moves]
+        self.copies = {i: work.inputs[i].clone() for i, own in enumerate(copied) if own}
+        with work.reading([self.copies.get(i, tensor) for i, tensor in enumerate(work.inputs)]):
+            self.read_addresses, self.recording = self.addresses, Recording(solve)
         return self.recording
 
 
 class StepGraphs:
-    """Takes the local steps of one optimizer: eagerly at first, then by replay."""
+    """Takes the local steps of one optimizer: eagerly at first, then by replay.
+
+    Attributes:
+        failure: the error message if a recording has failed. No step is recorded after that.
+    """
 
     def __init__(self) -> None:
-        self._kinds: list[_Kind] = []  # the newest first
+        self._kinds: list[_StepKind] = []  # the most recently used first
         self._rates = DeviceRates()
-        self.failure: str | None = None  # why steps are not recorded any more
+        self.failure: str | None = None
 
     def take(self, work: Work | None, solve: Solve) -> Directions:
         """Solve all problems, by replay if the same work was recorded.
 
         Args:
-            work: what the step does; None is never recorded.
+            work: what the step does; None if it must not be recorded.
             solve: solves all problems and returns directions for an outer optimizer.
+
+        Returns:
+            What ``solve`` returns, in tensors that later steps do not overwrite.
         """
         if work is None or self.failure is not None:
             return solve()
         kind = self._kind_of(work)
         if kind is None:
             return solve()
-        kind.taken += 1
-        kind.watch(work.left)
-        if kind.taken <= EAGER_STEPS:
+        kind.steps += 1
+        kind.count_moves(work.inputs)
+        if kind.steps <= EAGER_STEPS:
             return solve()
         try:
-            recording = kind.ready(work, solve)
+            recording = kind.recording_of(work, solve)
         except RuntimeError as error:
             self.failure = str(error)
         if self.failure is not None:
             del kind
-            self.forget()  # frees memory, the lack of which may be the reason
+            self.forget()  # frees memory: too little of it may be the reason of the failure
             return solve()
         recording.replay()
         return _copied(recording.result)
@@ -206,39 +226,42 @@ class StepGraphs:
     def rates_on_device(
         self, groups: Sequence[Group], device: torch.device
     ) -> AbstractContextManager[None]:
-        """Put the groups' learning rates where a recording reads them, see :class:`DeviceRates`."""
+        """Return a context in which the groups' learning rates are tensors on the device.
+
+        See :class:`DeviceRates`.
+        """
         return self._rates.of(groups, device)
 
-    def _kind_of(self, work: Work) -> _Kind | None:
-        """Return the kind of such steps, now the newest; None if the host has a part in them."""
+    def _kind_of(self, work: Work) -> _StepKind | None:
+        """Return the kind of a step, a new one if needed; None if the step cannot be recorded."""
         for place, kind in enumerate(self._kinds):
             if kind.key == work.key:
                 self._kinds.insert(0, self._kinds.pop(place))
                 return kind
         if not work.is_fixed():
             return None
-        self._kinds.insert(0, _Kind(work.key, work.held))
-        del self._kinds[KINDS:]
+        self._kinds.insert(0, _StepKind(work.key, work.held))
+        del self._kinds[MAX_KINDS:]
         return self._kinds[0]
 
 
 class DeviceRates:
-    """Learning rates as tensors on the device, so that a recording follows schedules."""
+    """Learning rates as tensors on the device, so that replays use the present rates of schedules."""
 
     def __init__(self) -> None:
-        self._rates: dict[Hashable, tuple[Tensor, float]] = {}  # with the value written last
+        self._rates: dict[Hashable, tuple[Tensor, float]] = {}  # a tensor and its present value
 
     @contextmanager
     def of(self, groups: Sequence[Group], device: torch.device) -> Iterator[None]:
-        """Replace each ``group["lr"]`` by a tensor on the device while the context is open.
+        """Replace each ``group["lr"]`` by a tensor on the device inside the context.
 
-        Used from the first step on, recorded or not, so that all steps round alike.
+        Eager steps use it too, so that they round as replayed steps do.
         """
         given = [group["lr"] for group in groups]
         try:
             for group in groups:
                 if not isinstance(group["lr"], Tensor) or group["lr"].device != device:
-                    # Groups at one rate share its tensor: some kernels ask for that.
+                    # Groups with equal rates share a tensor: some kernels require it.
                     group["lr"] = self._rate(given.index(group["lr"]), group, device)
             yield
         finally:
@@ -257,7 +280,7 @@ class DeviceRates:
 
 
 def _copied(directions: Mapping[nn.Parameter, Tensor]) -> Directions:
-    """Return copies, made in one launch; the next replay overwrites the originals."""
+    """Return copies, made in one launch: the next replay overwrites the originals."""
     if not directions:
         return {}
     copies = torch._foreach_mul(list(directions.values()), 1.0)

@@ -1,10 +1,10 @@
 """CUDA streams for independent work, used while a CUDA graph is recorded.
 
-Solved one after the other, the small layers of a network leave most of a GPU idle. In a recording
-each layer's problem therefore goes to a side stream of its own (:func:`side_streams`), and inside
-:func:`overlapping_backward` it may start while the backward passes of the layers below still run,
-with the weight gradients on further streams. Outside of a recording the host is the slower part, so
-all work stays on one stream and every function here does nothing.
+If the problems of small layers are solved one after the other, most of a GPU is idle. While a CUDA
+graph is recorded, each layer's problem therefore gets its own side stream (:func:`side_streams`).
+Inside :func:`overlapping_backward` the problem may start while the backward passes of the layers
+below still run, with the weight gradients on gradient streams. Outside of a recording the host
+limits the speed, so all work stays on one stream and the functions here do nothing.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch import Tensor
 
 from torch_locoprop.fast.cuda_graph import is_recording as _is_recording
 
-MANY_STREAMS = 24  # side streams at most
-FEW_STREAMS = 4  # where a library takes memory for each stream: cuBLAS does, 32 MiB on an H200
-GRADIENT_STREAMS = 4  # streams for weight gradients, few for the same reason
+MANY_STREAMS = 24  # largest number of side streams
+FEW_STREAMS = 4  # for work that uses cuBLAS, which takes memory for each stream: 32 MiB on an H200
+GRADIENT_STREAMS = 4  # number of streams for weight gradients, which use cuBLAS
 
+# Puts the work inside its context on a side stream, after an event.
 SideStream = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
 
 
@@ -29,9 +30,9 @@ SideStream = Callable[[torch.cuda.Event | None], AbstractContextManager[None]]
 def side_streams(most: int = MANY_STREAMS) -> Iterator[SideStream]:
     """Yield a function ``side`` that puts work on a side stream: ``with side(None): ...``.
 
-    Work inside ``side(None)`` starts after everything before ``side_streams()``; inside ``side(event)``
-    it starts after the event. Everything after the context waits for all of it. Tensors that the work
-    reads must stay alive until then.
+    Work inside ``side(None)`` starts after all work before ``side_streams()``; inside
+    ``side(event)`` it starts after the event. Work after the context waits for all side streams.
+    Tensors that the side work reads must stay alive until then.
 
     Args:
         most: number of streams to use; further pieces of work share them.
@@ -62,18 +63,18 @@ def side_streams(most: int = MANY_STREAMS) -> Iterator[SideStream]:
 
 _overlapping = False
 _early = True  # work may leave the main stream before the backward pass has ended
-_gradient_stream: torch.cuda.Stream | None = None  # where weight gradients go at the moment
+_gradient_stream: torch.cuda.Stream | None = None  # of the layer whose backward pass is running
 _used_gradient_streams: list[torch.cuda.Stream] = []
 _read: list[Tensor] = []  # tensors that the gradient streams read: they must not be overwritten
 
 
 @contextmanager
 def overlapping_backward() -> Iterator[None]:
-    """Allow a layer's work to start beside the backward passes of the layers below it.
+    """Allow a layer's step to start while the backward passes of the layers below still run.
 
-    The caller promises that inside this context nobody changes a gradient, or reads a weight after
-    its layer's backward pass, and that each layer alone contributes to its gradients. All work has
-    ended, in the order of streams, at the end of the context.
+    The caller promises that inside this context no code changes a gradient or reads a weight after its
+    layer's backward pass, and that only calls of a layer contribute to its gradients. At the end of the
+    context the current stream waits for all of this work.
     """
     global _overlapping, _early
     before = _overlapping, _early
@@ -103,7 +104,11 @@ def is_overlapping() -> bool:
 
 
 def ready_event() -> torch.cuda.Event | None:
-    """Return an event after all work so far, weight gradients included; None outside of overlap."""
+    """Return an event after all work so far, with the weight gradients.
+
+    Returns:
+        The event; None outside of :func:`overlapping_backward` or of a recording.
+    """
     if not _starts_early():
         return None
     event, main = torch.cuda.Event(), torch.cuda.current_stream()  # type: ignore[no-untyped-call]
@@ -114,10 +119,12 @@ def ready_event() -> torch.cuda.Event | None:
 
 
 def enter_gradient_stream(*read: Tensor) -> None:
-    """Choose a gradient stream for the layer whose backward pass runs; it starts after the work so far.
+    """Choose a gradient stream for the layer whose backward pass is running.
+
+    The stream waits for all work so far.
 
     Args:
-        read: tensors that its work will read.
+        read: tensors that the work on the stream will read.
     """
     global _gradient_stream
     if not _starts_early():
@@ -130,13 +137,13 @@ def enter_gradient_stream(*read: Tensor) -> None:
 
 
 def leave_gradient_stream() -> None:
-    """Put the work of the next layer on the main stream, until it enters a gradient stream."""
+    """Put work on the main stream again, until a layer enters a gradient stream."""
     global _gradient_stream
     _gradient_stream = None
 
 
 def wait_for_gradient_streams() -> None:
-    """Make the current stream wait for all weight gradients so far."""
+    """Make the current stream wait for the work on all gradient streams so far."""
     streams = dict.fromkeys(_used_gradient_streams)
     _used_gradient_streams.clear()
     for stream in streams:
@@ -144,7 +151,7 @@ def wait_for_gradient_streams() -> None:
 
 
 def on_gradient_stream(*read: Tensor) -> AbstractContextManager[object]:
-    """Put the work inside on the present gradient stream, if a layer has entered one.
+    """Return a context that puts work on the gradient stream, if a layer has entered one.
 
     Args:
         read: tensors that the work reads.
@@ -156,28 +163,29 @@ def on_gradient_stream(*read: Tensor) -> AbstractContextManager[object]:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make the device the current one: streams, CUDA graphs and Triton's kernels use that."""
+    """Return a context with the device as the current one, which streams and Triton use."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _starts_early() -> bool:
+    """Return True if steps may start during the backward pass."""
     return _overlapping and _early and _is_recording()
 
 
 def _others(streams: list[torch.cuda.Stream]) -> list[torch.cuda.Stream]:
-    """Return the streams without the current one: torch may give one of them to a recording."""
+    """Return the streams without the current one: PyTorch may use one of them for a recording."""
     now = torch.cuda.current_stream()
     return [stream for stream in streams if stream != now]
 
 
 @cache
 def _side_streams(device: int) -> list[torch.cuda.Stream]:
-    """Made once: torch has few streams, and gives the same one to several who ask."""
+    """Return the side streams of a device, made once: PyTorch has only 32 and hands them out again."""
     return [torch.cuda.Stream(device) for _ in range(MANY_STREAMS)]  # type: ignore[no-untyped-call]
 
 
 @cache
 def _gradient_streams(device: int) -> list[torch.cuda.Stream]:
-    """Ahead of the side streams, which wait for the weight gradients."""
+    """Return the gradient streams of a device, of higher priority than the side streams."""
     make = torch.cuda.Stream
     return [make(device, priority=-1) for _ in range(GRADIENT_STREAMS)]  # type: ignore[no-untyped-call]

@@ -1,10 +1,9 @@
-"""The only door to ``fast/``: decides who does a piece of work, the plain code or a faster path.
+"""Chooses between the plain code and the fast paths; the only module of ``fast/`` to import.
 
-Every fast path computes the numbers of its plain version, to rounding, and is tested against it. Other
-packages import this module and nothing else of ``fast/``:
+Every fast path computes what its plain version computes, to rounding, and is tested against it.
 
 - :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
-- :func:`finite`, :func:`write`: the check and the write of a solution in one kernel each;
+- :func:`finite`, :func:`write`: the check and the write of a solution, in one kernel each;
 - ``streams``: side streams for independent layers while a CUDA graph is recorded;
 - ``graphs``: recording and replaying work as a CUDA graph;
 - ``overlap``: weight gradients computed beside the backward pass.
@@ -47,8 +46,8 @@ __all__ = [
     "write",
 ]
 
-# Multiplications up to which, outside of a CUDA graph, launching our kernel for XᵀX takes the host
-# longer than cuBLAS takes the GPU.
+# Number of multiplications in XᵀX up to which, outside of a CUDA graph, launching our kernel takes the
+# host longer than cuBLAS needs for the whole product.
 SMALL = 2**31
 
 
@@ -60,10 +59,18 @@ def solve(
     local_steps: int,
     local_decay: str,
 ) -> tuple[Tensors, States]:
-    """Solve a local problem as ``solver.solve`` does, by the fastest path that takes it.
+    """Solve a local problem as ``solver.solve`` does, by the fastest path that supports it.
+
+    Args:
+        solver: the solver.
+        problem: the local problem.
+        states: the solver's state of each tensor; empty before the first step.
+        numbers: the solver's numbers for each tensor.
+        local_steps: number of local iterations.
+        local_decay: how the learning rate decays over the local iterations.
 
     Returns:
-        The new tensors and the new states, as :meth:`torch_locoprop.solvers.Solver.solve`.
+        The new tensors and the new states, as :meth:`torch_locoprop.solvers.Solver.solve` does.
     """
     if not isinstance(solver, FirstOrder) or type(solver).solve is not FirstOrder.solve:
         return solver.solve(problem, states, numbers, local_steps, local_decay)
@@ -90,9 +97,9 @@ def advance_(
     numbers: Numbers,
     rate: float,
 ) -> None:
-    """Move a tensor and its state in place by one step, as ``solver.advance_`` does."""
-    own = rmsprop_in_place.advance_ if rmsprop_in_place.fits(solver) else solver.advance_
-    own(tensor, gradient, state, numbers, rate)
+    """Update a tensor and its state in place by one step, as ``solver.advance_`` does."""
+    advance = rmsprop_in_place.advance_ if rmsprop_in_place.fits(solver) else solver.advance_
+    advance(tensor, gradient, state, numbers, rate)
 
 
 def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gram:
@@ -101,8 +108,8 @@ def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gra
     Args:
         x: rows ``[..., rows, n]``.
         weight: how often each row counts ``[rows, 1]``; None counts each once.
-        apart: True if the product is not part of the solution of a layer's problem, so that in an
-            ordinary loop the host launches it by itself.
+        apart: True if the product is computed during the backward pass and not in the step, so that in
+            an ordinary loop it is not part of a CUDA graph.
     """
     if weight is not None:
         return Gram.of(x, weight)
@@ -117,10 +124,13 @@ def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gra
 
 
 def is_launched_alone(x: Tensor) -> bool:
-    """Return True if work beside a backward pass on this device is no part of a CUDA graph.
+    """Return True if work during a backward pass is launched by the host, not by a CUDA graph.
 
-    All steps of :class:`~torch_locoprop.TrainingStep` count as parts of a graph, also the first ones,
-    which are not: a resumed run must do the same work in them as the run it continues.
+    All steps of :class:`~torch_locoprop.TrainingStep` count as parts of a CUDA graph, even the first
+    ones, which run eagerly: a resumed run must do the same work as the run that it continues.
+
+    Args:
+        x: a tensor on the device of the work.
     """
     return x.is_cuda and not streams.is_overlapping()
 
@@ -133,26 +143,41 @@ def may_have_kernels(
     transfer: Transfer,
     weight: Tensor,
 ) -> bool:
-    """Return True if the kernels in ``triton/`` will take such a problem, as far as its parts tell."""
+    """Return True if the kernels in ``triton/`` may solve problems with these components.
+
+    The final decision, which also depends on the problem's tensors, is
+    :func:`~torch_locoprop.fast.triton.local_iterations.fits`.
+    """
     f = transfer_in(linear_map, variant.loss, variant.target, regularizer, transfer)
-    fits = f in local_iterations.TRANSFERS and availability.takes([weight])
+    fits = f in local_iterations.TRANSFERS and availability.supports([weight])
     return fits and solver.name == "rmsprop"
 
 
 def finite(tensors: Sequence[Tensor], members: int = 1) -> Tensor | None:
-    """Return bool ``[members]``: whether each member's entries are all finite; None: no fast path."""
-    return guarded_writes.finite(tensors, members) if availability.takes(tensors) else None
+    """Return booleans ``[members]``: True for each member whose entries are all finite.
+
+    Args:
+        tensors: tensors ``[members, ...]``, or of any shape for one member.
+        members: number of members of a population.
+
+    Returns:
+        The booleans; None if there is no fast path for these tensors.
+    """
+    return guarded_writes.finite(tensors, members) if availability.supports(tensors) else None
 
 
 def write(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Write new tensors over old ones where ``ok [members]`` is true; return False if not taken.
+    """Write new tensors over old ones, for the members whose flag is true.
 
     Args:
         ok: one flag for each member, or a single one.
         pairs: new and old tensors.
+
+    Returns:
+        False if there is no fast path for these tensors. Nothing was written then.
     """
     tensors = [tensor for pair in pairs for tensor in pair]
-    if not availability.takes(tensors) or any(t.device != ok.device for t in tensors):
+    if not availability.supports(tensors) or any(t.device != ok.device for t in tensors):
         return False
     guarded_writes.write(ok.reshape(-1), pairs)
     return True

@@ -1,4 +1,7 @@
-"""Which local problems the fast paths serve: on a GPU ``triton/``, on a CPU ``cpu_onednn``."""
+"""Which local problems have a form that the fast paths can solve.
+
+The conditions on devices and sizes are in ``triton/local_iterations.py`` and ``cpu_onednn.py``.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ from torch_locoprop.paper.transfers import Linear, Transfer
 
 
 def transfer_of(problem: LocalProblem) -> type[Transfer] | None:
-    """Return f if the problem's residual is ``f(a) − f(a₀)`` and its layer is dense; None otherwise.
+    """Return the class of f if the residual is ``f(a) − f(a₀)`` and the layer is dense.
 
-    Problems with gradients row by row, weights row by row or rows in other processes have None too:
-    they are solved by the plain solver.
+    Returns:
+        The class of the transfer f; None for all other problems, and for those with gradients of rows,
+        with different weights of rows, or with rows in other processes.
     """
     plain = problem.g is None and problem.others is None
     if not plain or isinstance(problem.row_weight, Tensor):
@@ -32,7 +36,7 @@ def transfer_in(
     regularizer: Regularizer,
     transfer: Transfer,
 ) -> type[Transfer] | None:
-    """Return f as :func:`transfer_of` does, from the components of a problem that is not built yet."""
+    """Return what :func:`transfer_of` returns, for the components of a problem not built yet."""
     if type(linear_map) is not Dense or regularizer.has_direction or regularizer.has_prox:
         return None
     if (type(loss), type(target)) == (Squared, GradientDescent):

@@ -1,8 +1,8 @@
-"""Weight gradients of a linear layer, computed beside the backward pass.
+"""Weight gradients of linear layers, computed beside the backward pass.
 
-Autograd computes a layer's weight gradient before it continues with the layer below. In a recorded
-step, whose local problems start as soon as their gradients exist, all layers below would wait for
-that product. Here it goes to a stream of its own (``cuda_streams``).
+Autograd computes a layer's weight gradient before it continues with the layer below. In a recorded step
+the local problems start as soon as their gradients exist, and all layers below would wait for that
+matrix product. Here the product runs on a gradient stream (``cuda_streams.py``).
 """
 
 from __future__ import annotations
@@ -19,14 +19,17 @@ from torch_locoprop.fast import cuda_streams
 
 
 class Overlapping(Protocol):
-    """What is asked of a layer's record here."""
+    """The part of a layer's record that is used here."""
 
     module: nn.Module
-    outputs_overlapped: int  # calls since the last step whose gradients are computed here
+    outputs_overlapped: int  # number of calls since the last step that :func:`output` has changed
 
     @property
     def may_overlap(self) -> bool:
-        """True if the step needs no gradients of rows, whose scale follows the weight gradients."""
+        """True if the layer's weight gradients may be computed beside the backward pass.
+
+        False if the step needs gradients of rows: their scale is taken from the weight gradients.
+        """
         ...
 
     @property
@@ -35,8 +38,8 @@ class Overlapping(Protocol):
         ...
 
 
-def takes(layer: Overlapping, x: Tensor, out: Tensor) -> bool:
-    """Return True if the gradients of this call can be computed beside the backward pass.
+def can_overlap(layer: Overlapping, x: Tensor, out: Tensor) -> bool:
+    """Return True if the weight gradients of a call can be computed beside the backward pass.
 
     Args:
         layer: the record of the layer that was called.
@@ -56,7 +59,13 @@ def takes(layer: Overlapping, x: Tensor, out: Tensor) -> bool:
 
 
 def output(layer: Overlapping, x: Tensor, out: Tensor) -> Tensor:
-    """Return the layer's output with a backward pass that overlaps the weight gradients."""
+    """Return the layer's output as an autograd node with overlapped weight gradients.
+
+    Args:
+        layer: the record of the layer that was called.
+        x: its input.
+        out: its output.
+    """
     layer.outputs_overlapped += 1
     found: Tensor = _Output.apply(  # type: ignore[no-untyped-call]
         out.detach(), x, layer.module.weight, layer.module.bias, layer
@@ -69,13 +78,15 @@ def _is_worthwhile(x: Tensor) -> bool:
 
 
 class _Output(Function):
+    """The identity of a linear layer's output; its backward computes the layer's gradients."""
+
     @staticmethod
     def forward(
         ctx: Any, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor, layer: Overlapping
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.layer = layer
-        ctx.mark_dirty(out)  # the output is not a view, which could not be changed in place
+        ctx.mark_dirty(out)  # otherwise the output is a view, which cannot be changed in place
         return out
 
     @staticmethod
@@ -83,8 +94,8 @@ class _Output(Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         below = None
-        if ctx.needs_input_grad[1]:  # otherwise no layer below would have to wait
-            if _are_taken_over(ctx.layer):
+        if ctx.needs_input_grad[1]:  # otherwise no layer below would wait
+            if _are_assigned(ctx.layer):
                 cuda_streams.enter_gradient_stream(g, x)
             else:
                 cuda_streams.wait_for_gradient_streams()
@@ -93,6 +104,9 @@ class _Output(Function):
             return None, below, g.mT @ x, torch.mv(g.mT, g.new_ones(len(g))), None
 
 
-def _are_taken_over(layer: Overlapping) -> bool:
-    """Return True if autograd takes the gradients as they are: a sum of several would not wait."""
+def _are_assigned(layer: Overlapping) -> bool:
+    """Return True if autograd assigns these gradients to ``.grad`` without adding them to others.
+
+    An addition would run on the main stream, without waiting for the gradient stream.
+    """
     return layer.outputs_overlapped == 1 and all(p.grad is None for p in layer.tensors.values())

@@ -1,4 +1,4 @@
-"""RMSProp's step in place: one kernel on a GPU, three passes on a CPU.
+"""RMSProp's step in place: one kernel on a GPU, three passes over the tensors on a CPU.
 
 The plain version is :meth:`torch_locoprop.solvers.first_order.RmsProp.step`, which makes new tensors.
 """
@@ -14,16 +14,24 @@ from torch_locoprop.solvers.base import Numbers
 
 
 def fits(solver: FirstOrder) -> bool:
-    """Return True if the solver is RMSProp itself and no subclass with a rule of its own."""
+    """Return True if the solver is RMSProp, and not a subclass that overrides its step."""
     cls = type(solver)
-    own = isinstance(solver, RmsProp) and cls.step is RmsProp.step
-    return own and cls.advance_ is FirstOrder.advance_
+    is_rmsprop = isinstance(solver, RmsProp) and cls.step is RmsProp.step
+    return is_rmsprop and cls.advance_ is FirstOrder.advance_
 
 
 def advance_(
     tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
 ) -> None:
-    """Move tensor and state in place by a step at ``rate`` times the learning rate."""
+    """Update a tensor and its state in place by one step of RMSProp.
+
+    Args:
+        tensor: the tensor.
+        gradient: its gradient.
+        state: its state, with the entries ``square`` and ``momentum``.
+        numbers: the solver's numbers.
+        rate: a factor of the learning rate.
+    """
     v, m = state["square"], state["momentum"]
     own = rmsprop.numbers_of(numbers)
     if rmsprop.fits([tensor, gradient, v, m], own):

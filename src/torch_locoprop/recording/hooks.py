@@ -143,7 +143,7 @@ class ModelHooks:
         # Only while transfers are searched for: it adds a node to the autograd graph.
         searching = self.tracing or (layer is not None and not layer.decided)
         plain = _without_view(out) if searching else out
-        if layer is not None and (overlaps := dispatch.overlap.takes(layer, x, out)):
+        if layer is not None and (overlaps := dispatch.overlap.can_overlap(layer, x, out)):
             plain = dispatch.overlap.output(layer, x, out)
         assert plain.grad_fn is not None
         node = transfer_detection.matmul_node(plain.grad_fn)

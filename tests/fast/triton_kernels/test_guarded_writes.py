@@ -12,7 +12,7 @@ from torch_locoprop.stepping.write_back import write_if
 def test_one_number_that_is_not_finite(device: str, value: float, place: tuple[int, int]) -> None:
     tensors = [torch.randn(2, 2500, device=device) for _ in range(2)]
     tensors += [torch.randn(2, 3, device=device) for _ in range(2)]
-    assert availability.takes(tensors)
+    assert availability.supports(tensors)
     assert guarded_writes.finite(tensors).tolist() == [True]
     assert guarded_writes.finite(tensors, members=2).tolist() == [True, True]
     tensors[place[0]].view(-1)[place[1]] = value
@@ -37,7 +37,7 @@ def test_the_largest_numbers_are_finite(device: str) -> None:
 
 
 def test_nothing_at_all(device: str) -> None:
-    assert not availability.takes([])
+    assert not availability.supports([])
     assert guarded_writes.finite([torch.empty(0, device=device)]).tolist() == [True]
 
 

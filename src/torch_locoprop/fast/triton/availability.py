@@ -20,7 +20,7 @@ def has_kernels(device: torch.device) -> bool:
     return (device.type == "cuda" or INTERPRETED) and not SWITCHED_OFF and _triton_is_there()
 
 
-def takes(tensors: Sequence[Tensor]) -> bool:
+def supports(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels take these, which are on one device: all float32 and contiguous."""
     return (
         bool(tensors)

@@ -55,7 +55,7 @@ def is_countable(members: int, d: int, n: int, rows: int) -> bool:
 
 def square_fits(x: Tensor) -> bool:
     """Whether the kernels take the rows ``[rows, n]`` or ``[members, rows, n]``."""
-    if x.dim() not in (2, 3) or not availability.takes([own_rows(x)]):
+    if x.dim() not in (2, 3) or not availability.supports([own_rows(x)]):
         return False
     rows, n = x.shape[-2:]
     return is_countable(members(x), n, n, rows) and is_countable(members(x), n, n, n)

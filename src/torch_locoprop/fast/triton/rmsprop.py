@@ -31,7 +31,7 @@ class Moving(NamedTuple):
 def fits(tensors: Sequence[Tensor], numbers: Sequence[Number]) -> bool:
     """Whether the kernel takes these, and reads the numbers where they are."""
     own = [number for number in numbers if isinstance(number, Tensor)]
-    return availability.takes(tensors) and all(
+    return availability.supports(tensors) and all(
         n.dtype == torch.float32 and n.device == tensors[0].device for n in own
     )
 
