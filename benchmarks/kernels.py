@@ -25,7 +25,7 @@ from torch import Tensor
 from benchmarks import step_table
 from benchmarks.options import add_options
 from torch_locoprop.fast.triton.local_iterations import ByRows, Step
-from torch_locoprop.fast.triton.rmsprop import Moving
+from torch_locoprop.fast.triton.rmsprop import TensorAndState
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching
@@ -57,7 +57,7 @@ SHAPES = {
 }
 
 
-def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, Moving]]:
+def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, TensorAndState]]:
     """Return a local problem of LocoProp-M with tanh, and the tensors that its iterations move."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -73,7 +73,9 @@ def iteration(shape: Shape, device: str) -> tuple[LocalProblem, dict[str, Moving
         regularizer=REGULARIZERS["none"],
     )  # fmt: skip
     at = {
-        name: Moving(*(drawn(*t.shape) for _ in Moving._fields))._replace(square=torch.ones_like(t))
+        name: TensorAndState(*(drawn(*t.shape) for _ in TensorAndState._fields))._replace(
+            square=torch.ones_like(t)
+        )
         for name, t in start.items()
     }
     return problem, at

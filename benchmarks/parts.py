@@ -30,7 +30,7 @@ from benchmarks.contestants import Task, get
 from benchmarks.options import add_options
 from benchmarks.steps import graphed
 from torch_locoprop.fast.triton import availability, matrix_products
-from torch_locoprop.fast.triton.matrix_products import Parts
+from torch_locoprop.fast.triton.matrix_products import TileSizes
 from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.training.config import PRECISIONS
 
@@ -41,8 +41,8 @@ REPLAYS, ROUNDS = 30, 3
 class Pair:
     """The tile sizes of both kernels."""
 
-    residual: Parts
-    step: Parts
+    residual: TileSizes
+    step: TileSizes
 
     def use(self, precision: str) -> None:
         """Make the library use these tile sizes."""
@@ -52,15 +52,17 @@ class Pair:
         matrix_products.STEP = {**matrix_products.STEP, key: self.step}
 
 
-def parts(text: str) -> Parts:
+def parts(text: str) -> TileSizes:
     """Convert the text `128x128x32x8x4` to tile sizes."""
     numbers = text.split("x")
-    if len(numbers) != len(Parts._fields) or not all(n.isdecimal() for n in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r} is not {'x'.join(Parts._fields)}, five numbers")
-    return Parts(*map(int, numbers))
+    if len(numbers) != len(TileSizes._fields) or not all(n.isdecimal() for n in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not {'x'.join(TileSizes._fields)}, five numbers"
+        )
+    return TileSizes(*map(int, numbers))
 
 
-def shown(own: Parts) -> str:
+def shown(own: TileSizes) -> str:
     """Convert tile sizes to text, such as `128x128x32x8x4`."""
     return "x".join(map(str, own))
 

@@ -9,19 +9,19 @@ import torch
 
 from benchmarks import parts
 from torch_locoprop.fast.triton import matrix_products
-from torch_locoprop.fast.triton.matrix_products import Parts
+from torch_locoprop.fast.triton.matrix_products import TileSizes
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def test_parts_are_read_as_they_are_shown() -> None:
-    assert parts.parts("128x64x32x8x3") == Parts(128, 64, 32, 8, 3)
-    assert parts.shown(Parts(128, 64, 32, 8, 3)) == "128x64x32x8x3"
+    assert parts.parts("128x64x32x8x3") == TileSizes(128, 64, 32, 8, 3)
+    assert parts.shown(TileSizes(128, 64, 32, 8, 3)) == "128x64x32x8x3"
 
 
 @pytest.mark.parametrize("text", ["128x64", "128x64x32x8xb", ""])
 def test_what_is_no_parts(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="tallxbroadxdeepxwarpsxstages"):
+    with pytest.raises(argparse.ArgumentTypeError, match="heightxwidthxdepthxwarpsxstages"):
         parts.parts(text)
 
 

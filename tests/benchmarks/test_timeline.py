@@ -34,7 +34,7 @@ def test_only_pauses_of_the_profiler_are_cut_out() -> None:
         ("residual", "local iterations: residual"),
         ("sm90_xmma_gemm_f32f32_tf32f32", "other matrix products"),
         ("void at::native::reduce_kernel<128, 4>", "sums"),
-        ("note_all", "all else"),
+        ("encode_all", "all else"),
     ],
 )
 def test_kernels_are_told_by_their_names(name: str, kind: str) -> None:

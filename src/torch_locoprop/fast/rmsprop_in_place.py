@@ -35,8 +35,8 @@ def advance_(
     v, m = state["square"], state["momentum"]
     own = rmsprop.numbers_of(numbers)
     if rmsprop.fits([tensor, gradient, v, m], own):
-        moving = rmsprop.Moving(tensor, v, m)
-        rmsprop.step(moving, moving, gradient, numbers, rate)
+        in_place = rmsprop.TensorAndState(tensor, v, m)
+        rmsprop.step(in_place, in_place, gradient, numbers, rate)
     elif any(isinstance(number, Tensor) for number in own):
         RmsProp().advance_(tensor, gradient, state, numbers, rate)
     else:

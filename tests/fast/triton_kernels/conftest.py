@@ -18,7 +18,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernel is defined
     monkeypatch.setattr(availability, "INTERPRETED", True)
-    small = dict.fromkeys(matrix_products.STEP, matrix_products.Parts(16, 16, 16, 4, 3))
+    small = dict.fromkeys(matrix_products.STEP, matrix_products.TileSizes(16, 16, 16, 4, 3))
     monkeypatch.setattr(local_iterations, "ROUNDED", torch.float16)  # its products know no bfloat16
     monkeypatch.setattr(matrix_products, "RESIDUAL", small)  # the interpreter is slow
     monkeypatch.setattr(matrix_products, "STEP", small)

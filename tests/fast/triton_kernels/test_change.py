@@ -11,16 +11,16 @@ from torch_locoprop.paper.transfers import ReLU, Sigmoid, Tanh
 def changes(transfer: type, z: Tensor, a: Tensor) -> Tensor:
     """``f(z + a) − f(z)``, from the kernels: a is ``W Xᵀ`` of a matrix with one column, and X = 1."""
     kernels, kind, d = availability.kernels(), local_iterations.TRANSFERS[transfer], len(z)
-    notes, delta = torch.empty_like(z), z.new_full((d, 8), torch.nan)
-    kernels.note_all[(1, -(-d // 16), 1)](
-        z, z, notes, 0.0, 0.0, 1, d, rmsprop.FLOAT, rmsprop.FLOAT,
+    codes, delta = torch.empty_like(z), z.new_full((d, 8), torch.nan)
+    kernels.encode_all[(1, -(-d // 16), 1)](
+        z, z, codes, 0.0, 0.0, 1, d, rmsprop.FLOAT, rmsprop.FLOAT,
         TRANSFER=kind, HAS_BIAS=False, TILE=16,
     )  # fmt: skip
-    parts = matrix_products.RESIDUAL["ieee"]
-    kernels.residual[parts.grid(8, d, 1)](
-        a, z.new_ones(1), notes, notes, delta, 1, 1, d, 0,
-        TRANSFER=kind, HAS_BIAS=False, NOTES=False, N_UNIT=1, ROW_UNIT=1, IN_BLOCKS=False,
-        **parts.options("ieee"),
+    tiles = matrix_products.RESIDUAL["ieee"]
+    kernels.residual[tiles.grid(8, d, 1)](
+        a, z.new_ones(1), codes, codes, delta, 1, 1, d, 0,
+        TRANSFER=kind, HAS_BIAS=False, ENCODES=False, N_UNIT=1, ROW_UNIT=1, DESCRIPTORS=False,
+        **tiles.options("ieee"),
     )  # fmt: skip
     assert not delta[:, 1:].any()  # filled up
     return delta[:, 0].double()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.triton import availability, local_iterations, matrix_products
-from torch_locoprop.fast.triton.rmsprop import Moving
+from torch_locoprop.fast.triton.rmsprop import TensorAndState
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.losses import Matching, PostSquared, Squared
@@ -108,7 +108,7 @@ def test_preactivations_known_from_the_forward_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """From a weight that has shrunk since: the same steps as by the product at the start."""
-    monkeypatch.setattr(matrix_products, "TURNED", 8)  # so that there are several parts
+    monkeypatch.setattr(matrix_products, "TRANSPOSE_TILE", 8)  # so that there are several parts
     plain = problem(device, transfer, members=members, rows=12, size=(10, 5))
     if not has_bias:
         start = {"weight": plain.start["weight"]}
@@ -201,24 +201,34 @@ def test_a_step_leaves_the_new_sums_with_all_digits(device: str, members: int | 
     assert gram is not None
     states = {name: torch.ones_like(tensor) for name, tensor in of.start.items()}
     at = {
-        name: Moving(t.clone(), states[name], states[name].clone()) for name, t in of.start.items()
+        name: TensorAndState(t.clone(), states[name], states[name].clone())
+        for name, t in of.start.items()
     }
-    sums = local_iterations._sums(
-        at["weight"].tensor, gram.total, matrix_products.STEP["bf16"].broad
+    sums = local_iterations._partial_sums(
+        at["weight"].tensor, gram.total, matrix_products.STEP["bf16"].width
     )
-    by = local_iterations._ByGram(
+    terms = local_iterations._GramTerms(
         gram.total.contiguous(), 40.0, sums, torch.full_like(sums, float("nan"))
     )
-    left, table = (
+    left, right = (
         t.to(local_iterations.ROUNDED) for t in (at["weight"].tensor, gram.square.contiguous())
     )
-    new = local_iterations._stepped(
-        of, left, table, at, torch.empty_like(left), NUMBERS, local_iterations.Step(1.0, None), by
+    new = local_iterations._take_step(
+        of,
+        left,
+        right,
+        at,
+        torch.empty_like(left),
+        NUMBERS,
+        local_iterations.Step(1.0, None),
+        terms,
     )
     moved = new["weight"].tensor
     assert not torch.equal(moved, of.start["weight"])
     expected = (moved.double() @ gram.total.double().unsqueeze(-1)).squeeze(-1)
-    torch.testing.assert_close(by.new_sums.sum(-2).double(), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        terms.new_partial_sums.sum(-2).double(), expected, rtol=1e-5, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("rows", [5, 40], ids=["by rows", "by the Gram matrix"])
@@ -278,7 +288,7 @@ def test_products_in_parts(
 ) -> None:
     """So large that several programs have a part each, of sizes that divide and that do not."""
     parts = (16, 16, 16, 4, 3) if device == "cpu" else (64, 32, 32, 4, 3)
-    small = matrix_products.Parts(*parts)
+    small = matrix_products.TileSizes(*parts)
     monkeypatch.setattr(matrix_products, "RESIDUAL", dict.fromkeys(matrix_products.RESIDUAL, small))
     monkeypatch.setattr(matrix_products, "STEP", dict.fromkeys(matrix_products.STEP, small))
     of = problem(device, members=members, squared=squared, size=size[:2], rows=size[2])

@@ -1,1 +1,1 @@
-"""Fast paths. Each equals, to rounding, the plain version that it stands beside."""
+"""Fast paths on NVIDIA GPUs, by Triton kernels. Each equals its plain version to rounding."""

@@ -1,4 +1,4 @@
-"""Whether there are kernels for a device, and the kernels."""
+"""Which devices and tensors the Triton kernels support, and access to the kernels."""
 
 from __future__ import annotations
 
@@ -11,17 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-INTERPRETED = False  # by Triton's interpreter, on the CPU: for tests
-SWITCHED_OFF = os.environ.get("TORCH_LOCOPROP_KERNELS") == "0"  # everything takes its plain way
+INTERPRETED = False  # True: Triton's interpreter runs the kernels on the CPU (for tests)
+SWITCHED_OFF = os.environ.get("TORCH_LOCOPROP_KERNELS") == "0"  # True: use the plain versions only
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton is there and the device is one that it serves."""
-    return (device.type == "cuda" or INTERPRETED) and not SWITCHED_OFF and _triton_is_there()
+    """Return True if the kernels run on a device: on a GPU, if Triton is installed."""
+    return (device.type == "cuda" or INTERPRETED) and not SWITCHED_OFF and _has_triton()
 
 
 def supports(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels take these, which are on one device: all float32 and contiguous."""
+    """Return True if the kernels support these tensors: float32, contiguous, fewer than 2³¹ entries.
+
+    Args:
+        tensors: tensors on one device.
+    """
     return (
         bool(tensors)
         and has_kernels(tensors[0].device)
@@ -31,7 +35,7 @@ def supports(tensors: Sequence[Tensor]) -> bool:
 
 
 @cache
-def _triton_is_there() -> bool:
+def _has_triton() -> bool:
     try:
         import triton  # type: ignore[import-not-found,import-untyped,unused-ignore]  # noqa: F401
     except ImportError:
@@ -40,54 +44,61 @@ def _triton_is_there() -> bool:
 
 
 def precision() -> str:
-    """Of products, as Triton names it: TF32 where the user allows it, otherwise that of float32.
+    """Return Triton's name for the precision of matrix products.
 
-    The latter by three products in TF32 on a GPU that has them, which is far faster there, and whose
-    error, 4e-7 of the result for 1000 terms, is between those of float32 in blocks and term by term.
+    It is "tf32" if the user allows TF32. Otherwise it is "tf32x3" on GPUs with TF32: three products in
+    TF32 are far faster than one in float32, and their error, 4e-7 of the result for 1000 terms, is
+    between that of float32 summed in blocks and summed term by term. On other devices it is "ieee".
     """
-    if not torch.cuda.is_available() or torch.version.hip or _is_old(torch.cuda.current_device()):
+    if not torch.cuda.is_available() or torch.version.hip or _lacks_tf32():
         return "ieee"
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def has_bf16() -> bool:
-    """Whether products of bfloat16 are worth while."""
+    """Return True if the device computes matrix products of bfloat16 in hardware."""
     return INTERPRETED or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def has_blocks(*matrices: Tensor) -> bool:
-    """Whether the device fetches blocks of these by one instruction: all rows begin where it can."""
-    return (INTERPRETED or _fetches_blocks(torch.cuda.current_device())) and all(
+def can_use_descriptors(*matrices: Tensor) -> bool:
+    """Return True if kernels can load tiles of these matrices by tensor descriptors.
+
+    That needs a GPU with the instruction for it, and rows that begin at multiples of 16 bytes.
+    """
+    return (INTERPRETED or _has_descriptors(torch.cuda.current_device())) and all(
         t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in matrices
     )
 
 
 @cache
-def _fetches_blocks(device: int) -> bool:
-    """Whether it is Hopper or newer, and Triton knows what to do then."""
+def _has_descriptors(device: int) -> bool:
+    """Return True if the device is a Hopper GPU or newer, and Triton has tensor descriptors."""
     try:
         import triton.tools.tensor_descriptor  # type: ignore  # noqa: F401
     except ImportError:
         return False
-    return not torch.version.hip and torch.cuda.get_device_capability(device) >= (9, 0)
+    return not torch.version.hip and _capability(device) >= (9, 0)
 
 
-def blocks(matrix: Tensor, tall: int, broad: int) -> Any:
-    """A matrix for kernels that fetch blocks of it."""
+def descriptor(matrix: Tensor, height: int, width: int) -> Any:
+    """Return a tensor descriptor of a matrix, for loads of tiles ``[height, width]``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return TensorDescriptor.from_tensor(matrix, [tall, broad])
+    return TensorDescriptor.from_tensor(matrix, [height, width])
+
+
+def _lacks_tf32() -> bool:
+    return _capability(torch.cuda.current_device()) < (8, 0)
 
 
 @cache
-def _is_old(device: int) -> bool:
-    """Whether it is from before TF32."""
-    return torch.cuda.get_device_capability(device) < (8, 0)
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 @cache
 def kernels() -> ModuleType:
-    """The kernels; Triton is imported only where there is a GPU to use it on."""
+    """Return the module of the kernels; the first call imports Triton."""
     from torch_locoprop.fast.triton import kernels
 
     return kernels

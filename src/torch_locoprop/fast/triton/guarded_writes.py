@@ -1,50 +1,60 @@
-"""Whether a solution is finite, and its writing if it is, in two kernels for tensors of one size.
+"""The check that a solution is finite, and its write, each in one kernel for all tensors of a size.
 
-The plain versions are in ``guards.py``; on a GPU they read everything several times.
+The plain versions are in ``stepping/write_back.py``; on a GPU they read every tensor several times.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_locoprop.fast.triton import availability
 
-BLOCK = 1024
+BLOCK = 1024  # entries that one program processes
 
-Pair = tuple[Tensor, Tensor]  # what is new, and where it goes
+T = TypeVar("T")
+Pair = tuple[Tensor, Tensor]  # a new tensor and the old one that it replaces
 
 
 def finite(tensors: Sequence[Tensor], members: int = 1) -> Tensor:
-    """Whether nothing in them is infinite or not a number, for each member: bool ``[members]``."""
+    """Return booleans ``[members]``: True for each member whose entries are all finite.
+
+    Args:
+        tensors: tensors ``[members, ...]``, or of any shape for one member.
+        members: number of members of a population.
+    """
     ok = torch.ones(members, dtype=torch.uint8, device=tensors[0].device)
-    for alike in _of_one_size(tensors):
-        each, grid = _shares(alike[0], members)
-        availability.kernels().finite[grid](ok, tuple(alike), each, BLOCK=BLOCK)
+    for of_size in _by_size(tensors, [tensor.numel() for tensor in tensors]):
+        entries, grid = _launch(of_size[0], members)
+        availability.kernels().finite[grid](ok, tuple(of_size), entries, BLOCK=BLOCK)
     return ok.view(torch.bool)
 
 
 def write(ok: Tensor, pairs: Sequence[Pair]) -> None:
-    """Write what is new where ``ok [members]`` says so."""
-    sizes: dict[int, list[Pair]] = {}
-    for pair in pairs:
-        sizes.setdefault(pair[0].numel(), []).append(pair)
-    for alike in (same for size, same in sizes.items() if size > 0):
-        each, grid = _shares(alike[0][0], ok.numel())
-        news, olds = zip(*alike, strict=True)
-        availability.kernels().write[grid](ok.view(torch.uint8), news, olds, each, BLOCK=BLOCK)
+    """Write new tensors over old ones, for the members whose flag is true.
+
+    Args:
+        ok: flags ``[members]``.
+        pairs: new and old tensors.
+    """
+    for of_size in _by_size(pairs, [new.numel() for new, _ in pairs]):
+        entries, grid = _launch(of_size[0][0], ok.numel())
+        news, olds = zip(*of_size, strict=True)
+        availability.kernels().write[grid](ok.view(torch.uint8), news, olds, entries, BLOCK=BLOCK)
 
 
-def _of_one_size(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    sizes: dict[int, list[Tensor]] = {}
-    for tensor in tensors:
-        sizes.setdefault(tensor.numel(), []).append(tensor)
-    return [alike for size, alike in sizes.items() if size > 0]
+def _by_size(items: Iterable[T], sizes: Iterable[int]) -> list[list[T]]:
+    """Return lists of items of equal sizes; items of size 0 are left out."""
+    groups: dict[int, list[T]] = {}
+    for item, size in zip(items, sizes, strict=True):
+        groups.setdefault(size, []).append(item)
+    return [group for size, group in groups.items() if size > 0]
 
 
-def _shares(tensor: Tensor, members: int) -> tuple[int, tuple[int, int]]:
-    """A member's share of a tensor, and the programs for all."""
-    each = tensor.numel() // members
-    return each, (-(-each // BLOCK), members)
+def _launch(tensor: Tensor, members: int) -> tuple[int, tuple[int, int]]:
+    """Return the number of entries of each member, and the grid of programs."""
+    entries = tensor.numel() // members
+    return entries, (-(-entries // BLOCK), members)

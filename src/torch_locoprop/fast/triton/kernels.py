@@ -1,126 +1,41 @@
-"""The kernels in Triton; importing this needs Triton."""
+"""Triton kernels for the local iterations of a linear layer, with RMSProp.
+
+An iteration is two matrix products. ``residual`` computes the first one and writes how much the
+transfer's value has changed, ``δ [d, rows]``. ``step`` computes the second one, the gradient, and
+uses it at once for RMSProp's step without writing it. How they are launched is in
+``local_iterations.py`` and ``matrix_products.py``.
+
+Tensors are contiguous, ``[members, ...]`` for a population. One program computes one tile of
+``HEIGHT × WIDTH`` entries of a product, from ``DEPTH`` terms at a time. Lengths are passed as multiples
+of a constant unit (``n = n_units * N_UNIT``), so that the compiler knows what divides them and loads
+several entries at once. Importing this module imports Triton.
+"""
 
 # mypy: ignore-errors
 import triton
 import triton.language as tl
 
-FLOAT = tl.constexpr(0)
-SHARED = tl.constexpr(1)
+from torch_locoprop.fast.triton.elementwise_kernels import (
+    finite,
+    is_finite,
+    load_number,
+    rmsprop,
+    rmsprop_update,
+    write,
+)
+from torch_locoprop.fast.triton.transfer_change import LINEAR, change, encode
 
-LINEAR = tl.constexpr(0)
-TANH = tl.constexpr(1)
-SIGMOID = tl.constexpr(2)
-RELU = tl.constexpr(3)
-
-
-@triton.jit
-def number(value, k, place: tl.constexpr):
-    """A number that came with the call, or from the device for all or for member k."""
-    if place == FLOAT:  # else and not return: both sides of a plain return are compiled
-        found = value
-    elif place == SHARED:
-        found = tl.load(value)
-    else:
-        found = tl.load(value + k)
-    return found
+__all__ = ["encode_all", "finite", "residual", "rmsprop", "step", "transpose_inputs", "write"]
 
 
 @triton.jit
-def moved(w, v, m, g, eta, mu, rho, eps):
-    """``v ← ρ v + (1−ρ) g²``, ``m ← μ m + η g / √(v + ε)``, ``w ← w − m``."""
-    v = v + (1 - rho) * (g * g - v)
-    m = mu * m + eta * g * tl.rsqrt(v + eps)
-    return w - m, v, m
-
-
-@triton.jit
-def rmsprop(
-    tensor, square, momentum, new_tensor, new_square, new_momentum,
-    gradient, gamma, eta, mu, rho, eps, rate, each, gamma_at: tl.constexpr,
-    eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
-    FROM_ZERO: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A step of RMSProp with γ times the gradient: of the tensor or, from zero, of a displacement."""
-    k = tl.program_id(1).to(tl.int64)
-    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = inside < each
-    at = k * each + inside
-    w = tl.full((BLOCK,), 0.0, tl.float32)
-    if not FROM_ZERO:
-        w = tl.load(tensor + at, mask)
-    w, v, m = moved(
-        w, tl.load(square + at, mask), tl.load(momentum + at, mask),
-        number(gamma, k, gamma_at) * tl.load(gradient + at, mask),
-        number(eta, k, eta_at) * rate, number(mu, k, mu_at),
-        number(rho, k, rho_at), number(eps, k, eps_at),
-    )  # fmt: skip
-    tl.store(new_square + at, v, mask)
-    tl.store(new_momentum + at, m, mask)
-    tl.store(new_tensor + at, w, mask)
-
-
-@triton.jit
-def expm1(x):
-    """``eˣ − 1`` to rounding; beyond ±88 that of ±88, before numbers end."""
-    x = tl.clamp(x, -88.0, 88.0, propagate_nan=tl.PropagateNan.ALL)
-    p = 1.98412698e-4 * x + 1.38888889e-3
-    p = p * x + 8.33333333e-3
-    p = p * x + 4.16666667e-2
-    p = p * x + 1.66666667e-1
-    p = p * x + 0.5
-    near = x + x * x * p
-    return tl.where(tl.abs(x) < 0.35, near, tl.exp(x) - 1)
-
-
-@triton.jit
-def noted(z, TRANSFER: tl.constexpr):
-    """What ``change`` has to know of z, with z's sign.
-
-    For a bounded transfer that is the logistic of −|z|, at most a half; or z, where that is too small.
-    """
-    if TRANSFER == RELU:
-        note = z
-    else:
-        z *= 2 if TRANSFER == TANH else 1
-        t = tl.exp(-tl.abs(z))
-        share = t / (1 + t)
-        note = tl.where(tl.abs(z) > 60, z, tl.where(z < 0, -share, share))
-    return note
-
-
-@triton.jit
-def change(note, a, TRANSFER: tl.constexpr):
-    """``f(z + a) − f(z)``, to rounding of the difference where f is bounded.
-
-    With s the logistic of z and ``D = eᵃ − 1``, that of z + a has ``s (1 − s) D / (1 + s D)`` more;
-    where s is nothing, all of it is more. Tanh is twice the logistic of 2 z, less one. For z > 0 all
-    is taken with the opposite sign.
-    """
-    if TRANSFER == LINEAR:
-        found = a
-    elif TRANSFER == RELU:
-        z = note + a
-        found = tl.where(z < 0, 0.0, z) - tl.where(note < 0, 0.0, note)  # NaN stays NaN
-    else:
-        scale: tl.constexpr = 2.0 if TRANSFER == TANH else 1.0
-        negative, size = note < 0, tl.abs(note)
-        far = size > 1
-        s = tl.where(far, 0.0, size)
-        more = expm1(scale * tl.where(negative, a, -a) - tl.where(far, size, 0.0))
-        gain, whole = tl.where(far, more + 1, s * (1 - s) * more), 1 + s * more
-        found = scale * gain / tl.where(far, more + 2, whole)
-        found = tl.where(negative, found, -found)
-    return found
-
-
-@triton.jit
-def note_all(
-    a, bias, notes, eta, weight_decay, rows, d, eta_at: tl.constexpr, decay_at: tl.constexpr,
+def encode_all(
+    a, bias, codes, eta, weight_decay, rows, d, eta_place: tl.constexpr, decay_place: tl.constexpr,
     TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What ``change`` has to know of ``a₀``, as ``[d, rows]``, from ``a [rows, d]``.
+    """Write the codes ``[d, rows]`` of ``a₀``, from the forward pass's pre-activations ``a [rows, d]``.
 
-    That was at a weight from which weight decay has taken its part since.
+    ``a₀`` differs from ``a`` because weight decay has shrunk the weight, but not the bias, since then.
     """
     k = tl.program_id(2)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -130,79 +45,86 @@ def note_all(
     b = tl.full((TILE,), 0.0, tl.float32)
     if HAS_BIAS:
         b = tl.load(bias + k * d + feature, feature < d, 0.0)
-    z -= number(eta, k, eta_at) * number(weight_decay, k, decay_at) * (z - b[None, :])
+    lost = load_number(eta, k, eta_place) * load_number(weight_decay, k, decay_place)
+    z -= lost * (z - b[None, :])
     at = (k * d + feature[:, None]) * rows + row[None, :]
     here = (feature[:, None] < d) & (row[None, :] < rows)
-    tl.store(notes + at, tl.trans(noted(z, TRANSFER)), here)
+    tl.store(codes + at, tl.trans(encode(z, TRANSFER)), here)
 
 
 @triton.jit
-def product(
-    left, right, k, d, right_rows, i, j, columns, inner, IN_BLOCKS: tl.constexpr,
-    PRECISION: tl.constexpr, TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
+def product_tile(
+    left, right, k, d, right_stride, i, j, columns, inner, DESCRIPTORS: tl.constexpr,
+    PRECISION: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """Rows from i of ``left [d, inner]`` times rows from j of ``right [columns, inner]``.
+    """Return a tile of ``left @ rightᵀ`` for member k: rows from i, columns from j.
 
-    Of member k, whose rows of ``right`` begin ``right_rows`` after those of the one before. In what
-    belongs to no row there may be anything.
+    ``left`` is ``[d, inner]`` and ``right`` is ``[columns, inner]``. The rows of ``right`` of two
+    successive members are ``right_stride`` apart; 0 if all members share them. Entries of the tile
+    outside of the product are undefined. With DESCRIPTORS the factors are tensor descriptors.
     """
-    total = tl.full((TALL, BROAD), 0.0, tl.float32)
-    if IN_BLOCKS:
-        for done in range(0, inner, DEEP):
+    total = tl.full((HEIGHT, WIDTH), 0.0, tl.float32)
+    if DESCRIPTORS:
+        for done in range(0, inner, DEPTH):
             one = left.load([k * d + i, done])
-            other = right.load([k * right_rows + j, done])
+            other = right.load([k * right_stride + j, done])
             total = tl.dot(one, other.T, total, input_precision=PRECISION)
     else:
-        terms = tl.arange(0, DEEP)
-        rows = k * d + (i + tl.arange(0, TALL)) % d
+        terms = tl.arange(0, DEPTH)
+        rows = k * d + (i + tl.arange(0, HEIGHT)) % d
         left += rows[:, None] * inner + terms[None, :]
-        rows = k * right_rows + (j + tl.arange(0, BROAD)) % columns
+        rows = k * right_stride + (j + tl.arange(0, WIDTH)) % columns
         right += rows[None, :] * inner + terms[:, None]
-        for done in range(0, inner, DEEP):
+        for done in range(0, inner, DEPTH):
             inside = terms < inner - done
             total = tl.dot(
                 tl.load(left, inside[None, :], 0.0), tl.load(right, inside[:, None], 0.0), total,
                 input_precision=PRECISION,
             )  # fmt: skip
-            left += DEEP
-            right += DEEP
+            left += DEPTH
+            right += DEPTH
     return total
 
 
 @triton.jit
-def left_right(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
-    """The left and the right columns of ``[TALL, BROAD]``."""
-    return tl.split(tl.permute(tl.reshape(tile, (TALL, 2, BROAD // 2)), (0, 2, 1)))
+def halve_columns(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the left and the right half of a tile ``[HEIGHT, WIDTH]``."""
+    return tl.split(tl.permute(tl.reshape(tile, (HEIGHT, 2, WIDTH // 2)), (0, 2, 1)))
 
 
 @triton.jit
-def upper_lower(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
-    """The upper and the lower rows of ``[TALL, BROAD]``."""
-    return tl.split(tl.permute(tl.reshape(tile, (2, TALL // 2, BROAD)), (1, 2, 0)))
+def halve_rows(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the upper and the lower half of a tile ``[HEIGHT, WIDTH]``."""
+    return tl.split(tl.permute(tl.reshape(tile, (2, HEIGHT // 2, WIDTH)), (1, 2, 0)))
 
 
 @triton.jit
-def columns_by_four(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
-    """The columns in four parts, for what follows a product: registers are too few for all at once."""
-    left, right = left_right(tile, TALL, BROAD)
-    return left_right(left, TALL, BROAD // 2) + left_right(right, TALL, BROAD // 2)
+def split_columns(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a tile as four tiles of columns: there are too few registers to process it as one."""
+    left, right = halve_columns(tile, HEIGHT, WIDTH)
+    return halve_columns(left, HEIGHT, WIDTH // 2) + halve_columns(right, HEIGHT, WIDTH // 2)
 
 
 @triton.jit
-def rows_by_four(tile, TALL: tl.constexpr, BROAD: tl.constexpr):
-    """Likewise the rows, where much is read and written: memory is faster at longer stretches."""
-    upper, lower = upper_lower(tile, TALL, BROAD)
-    return upper_lower(upper, TALL // 2, BROAD) + upper_lower(lower, TALL // 2, BROAD)
+def split_rows(tile, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
+    """Return a tile as four tiles of rows: with long rows, reads and writes of memory are faster."""
+    upper, lower = halve_rows(tile, HEIGHT, WIDTH)
+    return halve_rows(upper, HEIGHT // 2, WIDTH) + halve_rows(lower, HEIGHT // 2, WIDTH)
 
 
 @triton.jit
-def plus(one, other):
+def add(one, other):
     return one + other
 
 
 @triton.jit
-def turn(x, table, rows, lead, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
-    """``[X 1]ᵀ`` of ``X [rows, n]``, filled up with zeros to ``lead`` columns; the 1 is for a bias."""
+def transpose_inputs(
+    x, transposed, rows, padded_rows, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr
+):
+    """Write ``[X 1]ᵀ`` of ``X [rows, n]``, padded with zeros to ``padded_rows`` columns.
+
+    Without HAS_BIAS it is ``Xᵀ``.
+    """
     k = tl.program_id(2)
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -212,77 +134,78 @@ def turn(x, table, rows, lead, n, HAS_BIAS: tl.constexpr, TILE: tl.constexpr):
     if HAS_BIAS:
         value = tl.where(column[None, :] == n, 1.0, value)
         columns = n + 1
-    at = (k * columns + column[:, None]) * lead + row[None, :]
-    here = (column[:, None] < columns) & (row[None, :] < lead)
-    tl.store(table + at, tl.trans(value), here)
+    at = (k * columns + column[:, None]) * padded_rows + row[None, :]
+    here = (column[:, None] < columns) & (row[None, :] < padded_rows)
+    tl.store(transposed + at, tl.trans(value), here)
 
 
 @triton.jit
-def write_residual(
-    a, notes, delta, k, d, rows, b, feature, row, TRANSFER: tl.constexpr, NOTES: tl.constexpr
+def store_residual(
+    a, codes, delta, k, d, rows, b, feature, row, TRANSFER: tl.constexpr, ENCODES: tl.constexpr
 ):
+    """Write a tile of δ, or of codes, from a tile ``a`` of ``W Xᵀ``; see :func:`residual`."""
     inside = row[None, :] < rows
-    noted_at = (k * d + (feature % d)[:, None]) * rows + row[None, :]
-    if NOTES:
+    code_at = (k * d + (feature % d)[:, None]) * rows + row[None, :]
+    if ENCODES:
         here = (feature[:, None] < d) & inside
-        tl.store(notes + noted_at, noted(a + b[:, None], TRANSFER), here)
+        tl.store(codes + code_at, encode(a + b[:, None], TRANSFER), here)
     else:
-        note = tl.full((1, 1), 0.0, tl.float32)
+        code = tl.full((1, 1), 0.0, tl.float32)
         if TRANSFER != LINEAR:
-            note = tl.load(notes + noted_at, inside, 0.0)
-        lead = (rows + 7) // 8 * 8
-        at = (k * d + feature[:, None]) * lead + row[None, :]
-        here = (feature[:, None] < d) & (row[None, :] < lead)
-        tl.store(delta + at, tl.where(inside, change(note, a + b[:, None], TRANSFER), 0.0), here)
+            code = tl.load(codes + code_at, inside, 0.0)
+        padded_rows = (rows + 7) // 8 * 8
+        at = (k * d + feature[:, None]) * padded_rows + row[None, :]
+        here = (feature[:, None] < d) & (row[None, :] < padded_rows)
+        tl.store(delta + at, tl.where(inside, change(code, a + b[:, None], TRANSFER), 0.0), here)
 
 
 @triton.jit
 def residual(
-    left, right, notes, bias, delta, n_units, row_units, d, right_rows,
-    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, NOTES: tl.constexpr,
-    N_UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, PRECISION: tl.constexpr, IN_BLOCKS: tl.constexpr,
-    TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
+    left, right, codes, bias, delta, n_units, row_units, d, right_stride,
+    TRANSFER: tl.constexpr, HAS_BIAS: tl.constexpr, ENCODES: tl.constexpr,
+    N_UNIT: tl.constexpr, ROW_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``δ = f(a₀ + W Xᵀ + b) − f(a₀)`` for displacements ``W [d, n]``, the left, and ``b [d]``.
+    """Write ``δ = f(a₀ + W Xᵀ + b) − f(a₀)`` for displacements ``W [d, n]`` and ``b [d]``.
 
-    Of ``a₀ [d, rows]`` there are the notes; ``X [rows, n]`` is the right. The columns of δ are filled
-    up with zeros to a multiple of eight. Or, for W and b themselves, ``a₀ = W Xᵀ + b`` as notes.
+    ``left`` is W, ``right`` is ``X [rows, n]``, and the codes ``[d, rows]`` are those of ``a₀``. The
+    columns of δ are padded with zeros to a multiple of eight. With ENCODES, W and b are weight and bias
+    themselves, and the codes of ``a₀ = W Xᵀ + b`` are written in place of δ.
     """
     k = tl.program_id(2)
-    n, rows = n_units * N_UNIT, row_units * ROW_UNIT  # the compiler knows what divides them
-    feature = tl.program_id(1) * TALL + tl.arange(0, TALL)
-    begin = tl.program_id(0) * BROAD
-    a = product(
-        left, right, k, d, right_rows, tl.program_id(1) * TALL, begin, rows, n, IN_BLOCKS,
-        PRECISION, TALL, BROAD, DEEP,
+    n, rows = n_units * N_UNIT, row_units * ROW_UNIT
+    feature = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
+    begin = tl.program_id(0) * WIDTH
+    a = product_tile(
+        left, right, k, d, right_stride, tl.program_id(1) * HEIGHT, begin, rows, n, DESCRIPTORS,
+        PRECISION, HEIGHT, WIDTH, DEPTH,
     )  # fmt: skip
-    b = tl.full((TALL,), 0.0, tl.float32)
+    b = tl.full((HEIGHT,), 0.0, tl.float32)
     if HAS_BIAS:
         b = tl.load(bias + k * d + feature % d)
-    parts = columns_by_four(a, TALL, BROAD)
+    parts = split_columns(a, HEIGHT, WIDTH)
     for q in tl.static_range(4):
-        row = begin + q * (BROAD // 4) + tl.arange(0, BROAD // 4)
-        write_residual(parts[q], notes, delta, k, d, rows, b, feature, row, TRANSFER, NOTES)
+        row = begin + q * (WIDTH // 4) + tl.arange(0, WIDTH // 4)
+        store_residual(parts[q], codes, delta, k, d, rows, b, feature, row, TRANSFER, ENCODES)
 
 
 @triton.jit
-def is_number(x):
-    return tl.abs(x) < float("inf")  # which what is no number is not
-
-
-@triton.jit
-def write_moved(
+def update_and_store(
     g, tensor, square, momentum, new_tensor, rounded, start, ok, eta, mu, rho, eps, at, here,
     ROUNDS: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """Write a step's results; of the last one the tensor itself, and whether all is finite."""
-    w, v, m = moved(
+    """Take RMSProp's step with gradient g for the entries at ``at``; return the new displacement.
+
+    With ROUNDS the displacement is also written to ``rounded``, in its dtype. In the LAST step the
+    start is added to the displacement, and ``ok`` is set to 0 if a result is not finite.
+    """
+    w, v, m = rmsprop_update(
         tl.load(tensor + at, here), tl.load(square + at, here), tl.load(momentum + at, here),
         g, eta, mu, rho, eps,
     )  # fmt: skip
     if LAST:
         w += tl.load(start + at, here)
-        good = is_number(w) & is_number(v) & is_number(m)
+        good = is_finite(w) & is_finite(v) & is_finite(m)
         tl.store(ok + 0 * at, 0, here & (good == 0))
     tl.store(new_tensor + at, w, here)
     if ROUNDS:
@@ -293,13 +216,16 @@ def write_moved(
 
 
 @triton.jit
-def mean_moved(sums, bias, count, k, feature, d, HAS_BIAS: tl.constexpr):
-    """``W Xᵀ1 / count + b``, by how much the mean of the rows has moved these features."""
+def mean_displacement(partial_sums, bias, row_count, k, feature, d, HAS_BIAS: tl.constexpr):
+    """Return ``u = W Xᵀ1 / row_count + b``: the change of these features' mean over the rows.
+
+    ``W Xᵀ1`` comes in parts, one from each program along the columns of W.
+    """
     mean = tl.full((feature.shape[0],), 0.0, tl.float32)
     for program in range(tl.num_programs(0)):
         at = (k * tl.num_programs(0) + program) * d + feature
-        mean += tl.load(sums + at, feature < d, 0.0)
-    mean /= count
+        mean += tl.load(partial_sums + at, feature < d, 0.0)
+    mean /= row_count
     if HAS_BIAS:
         mean += tl.load(bias + k * d + feature, feature < d, 0.0)
     return mean
@@ -307,87 +233,75 @@ def mean_moved(sums, bias, count, k, feature, d, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def step(
-    left, right, total, count, sums, new_sums, weight_first, bias_first, gamma,
+    left, right, column_sums, row_count, partial_sums, new_partial_sums,
+    weight_gradient, bias_gradient, gamma,
     weight, weight_square, weight_momentum, new_weight, rounded,
     bias, bias_square, bias_momentum, new_bias, weight_start, bias_start, ok,
-    scale, eta, mu, rho, eps, rate, units, n_units, d, right_rows, gamma_at: tl.constexpr,
-    eta_at: tl.constexpr, mu_at: tl.constexpr, rho_at: tl.constexpr, eps_at: tl.constexpr,
+    row_weight, eta, mu, rho, eps, rate, inner_units, n_units, d, right_stride,
+    gamma_place: tl.constexpr, eta_place: tl.constexpr, mu_place: tl.constexpr,
+    rho_place: tl.constexpr, eps_place: tl.constexpr,
     BY_GRAM: tl.constexpr, HAS_BIAS: tl.constexpr, ROUNDS: tl.constexpr, LAST: tl.constexpr,
-    UNIT: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr, IN_BLOCKS: tl.constexpr,
-    TALL: tl.constexpr, BROAD: tl.constexpr, DEEP: tl.constexpr,
+    INNER_UNIT: tl.constexpr, N_UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """RMSProp on displacements ``[W b]``, with ``scale`` gradients and γ times the first one.
+    """Take RMSProp's step on the displacements ``W [d, n]`` and ``b [d]`` of weight and bias.
 
-    The gradient is ``δ [X 1]`` by the table ``[X 1]ᵀ`` or, of a squared loss, ``W C + u 1ᵀX`` by that
-    of the rows less their mean, ``C``, and by how much the mean has moved, ``u``; for the bias it is u
-    times their count. There other programs read W and b meanwhile: the new ones are written elsewhere.
-    What u needs, ``W Xᵀ1``, is a sum over parts by columns, and each program leaves its own of the new
-    W: with all digits, of which few are left in u. Where products are of rounded numbers, W is also
-    written as such. The last step adds the start, and clears ``ok`` of member k if something is not
-    finite.
+    The gradient is γ times the first gradient plus ``row_weight`` times its change since the start:
+
+    - From rows: ``δ [X 1]``, with ``left = δ [d, rows]`` and ``right = [X 1]ᵀ [n + 1, rows]``.
+    - BY_GRAM, for a squared loss: ``W C + u 1ᵀX`` for the weight and ``row_count · u`` for the bias,
+      with ``left = W``, ``right = C`` (XᵀX of the centred rows, ``[n, n]``) and ``u`` the change of the
+      mean pre-activation (:func:`mean_displacement`).
+
+    BY_GRAM, other programs still read W and b, so the new ones are written to other memory. For the
+    next step's u each program also writes its part of the new ``W Xᵀ1``. It is computed from W in
+    float32: the terms of u nearly cancel, so that a rounded W would leave few correct digits.
+
+    With ROUNDS, W is also written in the dtype of the factors. The LAST step adds the start, and sets
+    ``ok`` of member k to 0 if a result is not finite.
     """
     k = tl.program_id(2)
-    inner, n = units * UNIT, n_units * N_UNIT
+    inner, n = inner_units * INNER_UNIT, n_units * N_UNIT
     columns = n + 1 if HAS_BIAS and not BY_GRAM else n
-    feature = tl.program_id(1) * TALL + tl.arange(0, TALL)
-    begin = tl.program_id(0) * BROAD
-    column = begin + tl.arange(0, BROAD)
-    g = product(
-        left, right, k, d, right_rows, tl.program_id(1) * TALL, begin, columns, inner, IN_BLOCKS,
-        PRECISION, TALL, BROAD, DEEP,
+    feature = tl.program_id(1) * HEIGHT + tl.arange(0, HEIGHT)
+    begin = tl.program_id(0) * WIDTH
+    column = begin + tl.arange(0, WIDTH)
+    g = product_tile(
+        left, right, k, d, right_stride, tl.program_id(1) * HEIGHT, begin, columns, inner, DESCRIPTORS,
+        PRECISION, HEIGHT, WIDTH, DEPTH,
     )  # fmt: skip
-    own_eta, own_mu = number(eta, k, eta_at) * rate, number(mu, k, mu_at)
-    own_rho, own_eps = number(rho, k, rho_at), number(eps, k, eps_at)
-    own_gamma = number(gamma, k, gamma_at)
-    if HAS_BIAS:  # noqa: SIM102  # a constant of the compiler, outside of what is not
-        if tl.program_id(0) == (0 if BY_GRAM else n // BROAD):
+    own_eta, own_mu = load_number(eta, k, eta_place) * rate, load_number(mu, k, mu_place)
+    own_rho, own_eps = load_number(rho, k, rho_place), load_number(eps, k, eps_place)
+    own_gamma = load_number(gamma, k, gamma_place)
+    if HAS_BIAS:  # noqa: SIM102  # a compile-time constant, apart from the run-time condition
+        if tl.program_id(0) == (0 if BY_GRAM else n // WIDTH):
             there, mine = feature < d, k * d + feature
             if BY_GRAM:
-                sum_of = count * mean_moved(sums, bias, count, k, feature, d, HAS_BIAS)
-            else:  # it is a column of the product
-                sum_of = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, plus)
-            write_moved(
-                scale * sum_of + own_gamma * tl.load(bias_first + mine, there),
+                of_tile = mean_displacement(partial_sums, bias, row_count, k, feature, d, HAS_BIAS)
+                bias_sum = row_count * of_tile
+            else:  # column n of the product
+                bias_sum = tl.reduce(tl.where(column[None, :] == n, g, 0.0), 1, add)
+            update_and_store(
+                row_weight * bias_sum + own_gamma * tl.load(bias_gradient + mine, there),
                 bias, bias_square, bias_momentum, new_bias, new_bias, bias_start, ok + k,
                 own_eta, own_mu, own_rho, own_eps, mine, there, False, LAST,
             )  # fmt: skip
-    parts = rows_by_four(g, TALL, BROAD)
+    parts = split_rows(g, HEIGHT, WIDTH)
     for q in tl.static_range(4):
-        own = tl.program_id(1) * TALL + q * (TALL // 4) + tl.arange(0, TALL // 4)
+        own = tl.program_id(1) * HEIGHT + q * (HEIGHT // 4) + tl.arange(0, HEIGHT // 4)
         part = parts[q]
         at = (k * d + own[:, None]) * n + column[None, :]
         here = (own[:, None] < d) & (column[None, :] < n)
         if BY_GRAM:
-            counts = tl.load(total + k * n + column, column < n, 0.0)
-            mean = mean_moved(sums, bias, count, k, own, d, HAS_BIAS)
-            part += mean[:, None] * counts[None, :]
-        w = write_moved(
-            scale * part + own_gamma * tl.load(weight_first + at, here),
+            sums_here = tl.load(column_sums + k * n + column, column < n, 0.0)
+            u = mean_displacement(partial_sums, bias, row_count, k, own, d, HAS_BIAS)
+            part += u[:, None] * sums_here[None, :]
+        w = update_and_store(
+            row_weight * part + own_gamma * tl.load(weight_gradient + at, here),
             weight, weight_square, weight_momentum, new_weight, rounded, weight_start, ok + k,
             own_eta, own_mu, own_rho, own_eps, at, here, ROUNDS, LAST,
         )  # fmt: skip
         if BY_GRAM and not LAST:
-            of_mean = tl.reduce(tl.where(here, w * counts[None, :], 0.0), 1, plus)
+            partial_sum = tl.reduce(tl.where(here, w * sums_here[None, :], 0.0), 1, add)
             mine = (k * tl.num_programs(0) + tl.program_id(0)) * d + own
-            tl.store(new_sums + mine, of_mean, own < d)
-
-
-@triton.jit
-def finite(ok, tensors, each, BLOCK: tl.constexpr):
-    """Clear ``ok`` of member k if something of its share is infinite or not a number."""
-    k = tl.program_id(1).to(tl.int64)
-    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    for t in tl.static_range(len(tensors)):
-        value = tl.load(tensors[t] + k * each + inside, inside < each, 0.0)
-        tl.store(ok + k + 0 * inside, 0, is_number(value) == 0)
-
-
-@triton.jit
-def write(ok, news, olds, each, BLOCK: tl.constexpr):
-    """``old ← new`` for the members that are ok."""
-    k = tl.program_id(1).to(tl.int64)
-    inside = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if tl.load(ok + k) != 0:
-        for t in tl.static_range(len(news)):
-            value = tl.load(news[t] + k * each + inside, inside < each)
-            tl.store(olds[t] + k * each + inside, value, inside < each)
+            tl.store(new_partial_sums + mine, partial_sum, own < d)

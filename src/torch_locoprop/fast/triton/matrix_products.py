@@ -1,4 +1,7 @@
-"""Matrix products on a GPU by our kernels: in which parts, from what operands, and XᵀX itself."""
+"""How the matrix products of our kernels are launched on a GPU: tile sizes, operands, and XᵀX.
+
+The kernels are in ``kernels.py``. The local iterations that use them are in ``local_iterations.py``.
+"""
 
 from __future__ import annotations
 
@@ -11,118 +14,141 @@ from torch_locoprop.fast.cuda_streams import on_device
 from torch_locoprop.fast.triton import availability
 
 
-class Parts(NamedTuple):
-    """What one program computes of a product, how many terms at a time, and by how many threads."""
+class TileSizes(NamedTuple):
+    """The tile of a product that one program computes, and the resources of a program."""
 
-    tall: int
-    broad: int
-    deep: int
+    height: int  # rows of the product
+    width: int  # columns of the product
+    depth: int  # terms of the sum that are loaded at a time
     warps: int
-    stages: int
+    stages: int  # of the software pipeline
 
     def grid(self, columns: int, d: int, members: int) -> tuple[int, int, int]:
-        return -(-columns // self.broad), -(-d // self.tall), members
+        """Return the grid of programs for products ``[members, d, columns]``."""
+        return -(-columns // self.width), -(-d // self.height), members
 
     def options(self, precision: str) -> dict[str, object]:
-        sizes = {"TALL": self.tall, "BROAD": self.broad, "DEEP": self.deep}
-        how = {"PRECISION": "tf32" if precision == "bf16" else precision}  # which bf16 has not
+        """Return the keyword arguments of a kernel launch for a precision of products."""
+        sizes = {"HEIGHT": self.height, "WIDTH": self.width, "DEPTH": self.depth}
+        how = {"PRECISION": "tf32" if precision == "bf16" else precision}  # bf16 ignores it
         limit = {} if torch.version.hip else {"maxnreg": self.registers}
         return {**sizes, **how, **limit, "num_warps": self.warps, "num_stages": self.stages}
 
     @property
     def registers(self) -> int:
-        """Of each thread, so that a multiprocessor has room for two programs."""
+        """The number of registers of each thread that lets two programs run on a multiprocessor."""
         return min(2**16 // (2 * 32 * self.warps), 255)
 
 
+# The tile sizes of the kernels `residual` and `step` by the precision of products: the fastest of those
+# that benchmarks/parts.py has tried on an H200.
 RESIDUAL = {
-    "bf16": Parts(128, 128, 64, 8, 3),
-    "tf32": Parts(128, 128, 32, 8, 3),
-    "tf32x3": Parts(64, 64, 32, 4, 3),
-    "ieee": Parts(64, 64, 32, 4, 3),
+    "bf16": TileSizes(128, 128, 64, 8, 3),
+    "tf32": TileSizes(128, 128, 32, 8, 3),
+    "tf32x3": TileSizes(64, 64, 32, 4, 3),
+    "ieee": TileSizes(64, 64, 32, 4, 3),
 }
-STEP = {**RESIDUAL, "bf16": Parts(64, 128, 64, 4, 3)}
-"""The fastest of those that were tried on an H200, by the precision of products."""
+STEP = {**RESIDUAL, "bf16": TileSizes(64, 128, 64, 4, 3)}
 
-TURNED = 64  # rows and columns that one program takes to transpose
+TRANSPOSE_TILE = 64  # rows and columns that one program transposes
 
 
 def is_countable(members: int, d: int, n: int, rows: int) -> bool:
-    """Whether entries of residuals and inputs have numbers of 32 bits, and programs those of 16."""
+    """Return True if the kernels' indices suffice: 32 bits for entries, 16 bits for programs."""
     entries = members * max(d, n + 1) * (rows + 7)
-    return entries < 2**31 and -(-max(d, n + 1) // TURNED) < 2**16
+    return entries < 2**31 and -(-max(d, n + 1) // TRANSPOSE_TILE) < 2**16
 
 
 def square_fits(x: Tensor) -> bool:
-    """Whether the kernels take the rows ``[rows, n]`` or ``[members, rows, n]``."""
-    if x.dim() not in (2, 3) or not availability.supports([own_rows(x)]):
+    """Return True if :func:`square` supports these rows ``[rows, n]`` or ``[members, rows, n]``."""
+    if x.dim() not in (2, 3) or not availability.supports([unexpanded(x)]):
         return False
     rows, n = x.shape[-2:]
     return is_countable(members(x), n, n, rows) and is_countable(members(x), n, n, n)
 
 
 def square(x: Tensor) -> Tensor:
-    """``[X 1]ᵀX [..., n + 1, n]`` with all digits of float32, whatever precision is allowed."""
-    own = own_rows(x)
+    """Return ``[X 1]ᵀX [..., n + 1, n]`` in the precision of float32, even if TF32 is allowed.
+
+    Args:
+        x: rows ``[rows, n]`` or ``[members, rows, n]``.
+    """
+    own = unexpanded(x)
     rows, n = own.shape[-2:]
     with on_device(x.device):
-        table = turned(own, padded(rows), True, torch.float32)
-        columns, inner = table.shape[-2:]
+        transposed = transposed_inputs(own, padded(rows), True, torch.float32)
+        columns, inner = transposed.shape[-2:]
         found = own.new_empty(*own.shape[:-2], columns, padded(columns))
         precision = "ieee" if availability.precision() == "ieee" else "tf32x3"
-        parts = RESIDUAL[precision]
-        left, right, in_blocks = factors(table, table, parts)
-        availability.kernels().residual[parts.grid(found.shape[-1], columns, members(own))](
-            left, right, found, found, found, inner // unit(inner), columns, columns, apart(table),
-            TRANSFER=0, HAS_BIAS=False, NOTES=False,
-            N_UNIT=unit(inner), ROW_UNIT=1, IN_BLOCKS=in_blocks, **parts.options(precision),
+        tiles = RESIDUAL[precision]
+        left, right, are_descriptors = operands(transposed, transposed, tiles)
+        # A linear residual at zero displacement of the bias is the plain product of its factors.
+        availability.kernels().residual[tiles.grid(found.shape[-1], columns, members(own))](
+            left, right, found, found, found,
+            inner // unit(inner), columns, columns, member_stride(transposed),
+            TRANSFER=0, HAS_BIAS=False, ENCODES=False,
+            N_UNIT=unit(inner), ROW_UNIT=1, DESCRIPTORS=are_descriptors,
+            **tiles.options(precision),
         )  # fmt: skip
     return found[..., :n].expand(*x.shape[:-2], columns, n)
 
 
-def own_rows(x: Tensor) -> Tensor:
-    """Those that are there, where all members have the same."""
+def unexpanded(x: Tensor) -> Tensor:
+    """Return ``[1, ...]`` in place of ``[members, ...]`` if all members share the same memory."""
     return x[:1] if x.dim() == 3 and x.stride(0) == 0 else x
 
 
 def padded(length: int) -> int:
-    """That of rows which all begin where a device likes to load from."""
+    """Return a length rounded up to a multiple of 8, so that all rows begin at aligned addresses."""
     return -(-length // 8) * 8
 
 
-def turned(x: Tensor, lead: int, has_bias: bool, dtype: torch.dtype) -> Tensor:
-    """``[X 1]ᵀ``, without the ones if there is no bias."""
+def transposed_inputs(x: Tensor, columns: int, has_bias: bool, dtype: torch.dtype) -> Tensor:
+    """Return ``[X 1]ᵀ``, or ``Xᵀ`` without a bias.
+
+    Args:
+        x: rows ``[..., rows, n]``.
+        columns: number of columns of the result, at least ``rows``; further ones are zero.
+        has_bias: append the column of ones.
+        dtype: the dtype of the result.
+    """
     rows, n = x.shape[-2:]
-    columns = n + 1 if has_bias else n
-    table = x.new_empty(*x.shape[:-2], columns, lead, dtype=dtype)
-    grid = (-(-lead // TURNED), -(-columns // TURNED), members(x))
-    availability.kernels().turn[grid](x, table, rows, lead, n, HAS_BIAS=has_bias, TILE=TURNED)
-    return table
+    height, tile = n + 1 if has_bias else n, TRANSPOSE_TILE
+    transposed = x.new_empty(*x.shape[:-2], height, columns, dtype=dtype)
+    grid = (-(-columns // tile), -(-height // tile), members(x))
+    availability.kernels().transpose_inputs[grid](
+        x, transposed, rows, columns, n, HAS_BIAS=has_bias, TILE=tile
+    )
+    return transposed
 
 
-def factors(left: Tensor, right: Tensor, parts: Parts) -> tuple[Any, Any, bool]:
-    """Those of a product, and whether as what the device fetches by the block."""
-    if not availability.has_blocks(left, right):
+def operands(left: Tensor, right: Tensor, tiles: TileSizes) -> tuple[Any, Any, bool]:
+    """Return the factors of a product as a kernel takes them.
+
+    Returns:
+        Left and right factor, and True if they are tensor descriptors.
+    """
+    if not availability.can_use_descriptors(left, right):
         return left, right, False
-    # Not flattened: a matrix of one row may have any stride, and only a reshaped one its width.
+    # reshape, not flatten: a matrix of one row may have any stride, which a reshaped one has not.
     left, right = (t.reshape(-1, t.shape[-1]) for t in (left, right))
     return (
-        availability.blocks(left, parts.tall, parts.deep),
-        availability.blocks(right, parts.broad, parts.deep),
+        availability.descriptor(left, tiles.height, tiles.depth),
+        availability.descriptor(right, tiles.width, tiles.depth),
         True,
     )
 
 
 def members(tensor: Tensor) -> int:
-    """How many problems there are, of tensors ``[members, ·, ·]`` or ``[·, ·]``."""
+    """Return the number of problems in a tensor ``[members, ·, ·]``; 1 for ``[·, ·]``."""
     return tensor.shape[0] if tensor.dim() == 3 else 1
 
 
-def apart(rows: Tensor) -> int:
-    """By how many rows those of one member are away from those of the next."""
+def member_stride(rows: Tensor) -> int:
+    """Return the number of rows between those of two successive members; 0 if all share them."""
     return rows.shape[-2] if rows.dim() == 3 and rows.shape[0] > 1 else 0
 
 
-def unit(inner: int) -> int:
-    """How many entries of such rows can be loaded at once."""
-    return next(unit for unit in (8, 4, 2, 1) if inner % unit == 0)
+def unit(length: int) -> int:
+    """Return the largest of 8, 4, 2, 1 that divides a length: entries that can be loaded at once."""
+    return next(unit for unit in (8, 4, 2, 1) if length % unit == 0)
