@@ -1,12 +1,15 @@
-"""One layer's local problem, in tensors: no module, no hook, no parameter group.
+"""The local problem of one layer, as tensors: no module, no hook, no parameter group.
 
 With ``a(W̃) = X W̃ᵀ + b̃`` and the residual ``δ(a)`` of the local loss, the gradient is
 
-    ∇D(W̃) = δ₀ᵀX + (δ(a(W̃)) − δ(a₀))ᵀX ,
+    ∇D(W̃) = δ₀ᵀX + (δ(a(W̃)) − δ(a₀))ᵀX .
 
-and the first term is known before any matrix product: for a target that follows BackProp it is
-``γ G`` with the ordinary gradient ``G``. The first local iteration therefore is BackProp to the last
-bit, and the problem sees whatever was done to ``G`` (clipping, averaging, a penalty on the weights).
+The first term is known before any matrix product: for a target that follows BackProp it is ``γ G`` with
+the ordinary gradient ``G``. The first local iteration therefore is BackProp, to the last bit, and the
+problem includes everything that was done to ``G`` (clipping, averaging, a penalty on the weights).
+
+How the problem is solved is in ``solvers/``; how it is built from a layer's record is in
+``stepping/build_problem.py``.
 """
 
 from __future__ import annotations
@@ -29,48 +32,55 @@ from torch_locoprop.paper.transfers import Transfer
 
 
 class Before(NamedTuple):
-    """The pre-activations of the forward pass, at a weight that weight decay has shrunk since."""
+    """The pre-activations of the forward pass, at the weight before weight decay."""
 
     a: Tensor  # pre-activations [..., rows, d]
-    lr: Number  # the weight's learning rate, one or [K]
-    weight_decay: Number  # one or [K]; the weight has lost lr · weight_decay of itself
+    lr: Number  # the weight's learning rate: a number, or [K] for a population
+    weight_decay: Number  # a number or [K]; the weight was multiplied by 1 − lr · weight_decay
 
     def at_start(self, bias: Tensor | None) -> Tensor:
-        """Return the pre-activations at the start of the problem; the bias has not shrunk."""
+        """Return the pre-activations at the start of the problem, after weight decay.
+
+        Args:
+            bias: the bias, to which weight decay does not apply; None without a bias.
+        """
         lost = spread(self.lr * self.weight_decay, self.a)
         return self.a - lost * (self.a if bias is None else self.a - bias.unsqueeze(-2))
 
 
 class OtherRows(Protocol):
-    """The rows of one problem that other processes hold."""
+    """Access to the rows of one problem that other processes have."""
 
     @property
     def rows(self) -> int:
-        """The number of rows of all processes together."""
+        """The number of rows of all processes."""
         ...
 
     @property
     def some_have_gram(self) -> bool:
-        """True if a process keeps XᵀX in place of its rows."""
+        """True if at least one process keeps XᵀX in place of its rows."""
         ...
 
     def add_up(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each tensor, in place, by its sum over the processes (or mean, for mean losses)."""
+        """Replace each tensor, in place, by its sum over all processes (its mean, for mean losses)."""
         ...
 
     def average(self, mean: Tensor) -> Tensor:
-        """Return the mean over the processes of what is a mean over rows in each."""
+        """Return the mean over all processes of each process's mean over rows."""
         ...
 
 
 @dataclass(frozen=True)
 class LocalProblem:
-    """``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer."""
+    """The problem ``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer.
+
+    Leading dimensions ``[..., ]`` are those of a population of K models, if there is one.
+    """
 
     linear_map: LinearMap
-    x: Any  # the layer's inputs as the map keeps them (dense: [..., rows, n]), or their Gram
-    start: Tensors  # W: the trained ones of "weight" [..., d, n] and "bias" [..., d]
-    fixed: Tensors  # the frozen ones
+    x: Any  # the layer's inputs as linear_map takes them (dense: [..., rows, n]), or their Gram
+    start: Tensors  # W: those of "weight" [..., d, n] and "bias" [..., d] that are trained
+    fixed: Tensors  # those that are frozen
     backprop: Tensors  # G: the ordinary gradient of each tensor in start
     target: Target
     loss: LocalLoss
@@ -78,49 +88,54 @@ class LocalProblem:
     gamma: Number  # γ
     eta: Number  # η of the group, before the decay over local iterations
     regularizer: Regularizer
-    # 1: sum over rows, as the paper; 1/rows: their mean; [rows, 1] where a row stands for several.
+    # The weight of each row in the loss: 1 for a sum as in the paper, 1/rows for a mean, and [rows, 1]
+    # if rows were dropped and each row counts for several.
     row_weight: float | Tensor = 1.0
-    g: Tensor | None = None  # [..., rows, d], ∂L/∂a over row_weight, where the target asks for it
-    v: Tensor | None = None  # [..., rows, d], ∂L/∂y likewise
-    recorded: Callable[[], Tensor | None] | None = None  # g for diagnostics, if the target has none
-    fisher: Tensor | None = None  # [..., d, d], of the pre-activations
+    g: Tensor | None = None  # ∂L/∂a divided by row_weight [..., rows, d], if the target needs it
+    v: Tensor | None = None  # ∂L/∂y divided by row_weight [..., rows, d], if the target needs it
+    recorded: Callable[[], Tensor | None] | None = None  # returns g for diagnostics
+    fisher: Tensor | None = None  # the Fisher matrix of the pre-activations [..., d, d]
     before: Before | None = None
-    base: Tensors = field(default_factory=dict)  # what start and all iterates are relative to
-    products: str = "full"  # or "bf16": how exact those after the first gradient need to be
-    others: OtherRows | None = None  # the rows that other processes have of the problem
-    gram_of: GramOf = Gram.of  # computes XᵀX of rows; the fast paths have their own
-    number: int = 0  # how many problems the layer has had before this one
+    base: Tensors = field(default_factory=dict)  # start and all iterates are relative to these
+    products: str = "full"  # precision of matrix products after the first gradient, or "bf16"
+    others: OtherRows | None = None  # the rows of the problem that other processes have
+    gram_of: GramOf = Gram.of  # computes XᵀX of rows
+    number: int = 0  # number of problems that the layer has had before this one
 
     @cached_property
     def a0(self) -> Tensor:
-        """The pre-activations at the start."""
+        """The pre-activations at the start ``[..., rows, d]``."""
         if self.before is not None:
             return self.before.at_start((self.start | self.fixed).get("bias"))
         return self._forward(self.start)
 
     @cached_property
     def target_rows(self) -> Tensor:
+        """The target of each row ``[..., rows, d]``."""
         return self.target(self.a0, self.transfer, self.g, self.v, self.gamma)
 
     @cached_property
     def delta0(self) -> Tensor | None:
-        """The residual at the start; None where it is zero because the first gradient has it all."""
+        """The residual δ₀ at the start ``[..., rows, d]``.
+
+        None if the target is relative to the start, so that only :attr:`first_gradient` contains it.
+        """
         if self.target.starts_at_zero and self.g is None:
             return None
         return self.loss.residual(self.a0, self.target_rows, self.transfer)
 
     @cached_property
     def first_gradient(self) -> Tensors:
-        """``δ₀ᵀX``, weighted."""
+        """The gradient at the start, ``δ₀ᵀX`` with the row weights, for each trained tensor."""
         known = self.target.first_gradient(self.backprop, self.gamma, self.fisher)
         if known is not None:
             return known
         assert self.delta0 is not None
-        return self._exchanged(self._weight_grad(self.row_weight * self.delta0))
+        return self._sum_over_processes(self._weight_grad(self.row_weight * self.delta0))
 
     @cached_property
     def metric(self) -> Metric | None:
-        """The Fisher metric of the layer where the regularizer asks for it."""
+        """The Fisher metric of the layer; None if the regularizer does not need it."""
         if self.fisher is None or "fisher" not in self.regularizer.needs:
             return None
         x = self.inputs
@@ -128,42 +143,61 @@ class LocalProblem:
 
     @cached_property
     def inputs(self) -> Tensor:
-        """The rows that multiply the trained columns ``[W b]``."""
+        """The rows that multiply the trained columns of ``[W b]``: ``X``, ``1`` or ``[X 1]``."""
         return self.linear_map.inputs(self.x, "weight" in self.start, "bias" in self.start)
 
     def through_gram(self, local_steps: int) -> Gram | None:
-        """The Gram matrix of the rows if so many iterations are right and cheaper with it alone."""
+        """Return the Gram matrix if local iterations can use it and are cheaper with it.
+
+        That needs a quadratic loss. With rows on other processes it is the Gram matrix of all rows,
+        with their weights.
+
+        Args:
+            local_steps: number of local iterations.
+
+        Returns:
+            The Gram matrix; None if the iterations have to use the rows.
+        """
         if local_steps < 2 or not self.loss.is_quadratic(self.transfer):
             return None
         d = self._like.shape[-2 if "weight" in self.start else -1]
         if self.others is not None:
-            return self._gram_of_all(d, local_steps - 1)
+            return self._gram_of_all_processes(d, local_steps - 1)
         if isinstance(self.x, Gram):
             return self.x.to(self._like.dtype)
         if not self.linear_map.holds_rows:
             return None
         rows, n = self.x.shape[-2:]
         cheaper = saves_work(rows, d, n, local_steps - 1)
-        return self.gram_of(self.x, self._own_weights) if cheaper else None
+        return self.gram_of(self.x, self._row_weights) if cheaper else None
 
     def square(self, dtype: torch.dtype) -> Tensor:
-        """``[X 1]ᵀ[X 1]`` of the trained columns and of all rows, each as often as it counts."""
+        """Return ``[X 1]ᵀ[X 1]`` for the trained columns, summed over all rows with their weights."""
         if isinstance(self.x, Gram):
             own = self.x.to(dtype).joint("weight" in self.start, "bias" in self.start)
-            return self.of_all(own * self.row_weight)
+            return self._of_all_processes(own * self.row_weight)
         x = self.inputs.to(dtype)
-        return self.of_all((self.row_weight * x).mT @ x)
+        return self._of_all_processes((self.row_weight * x).mT @ x)
 
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
-        """The gradient of the local loss, without the regularizer; by rows, or by ``gram``."""
+        """Return the gradient of the local loss, without the regularizer.
+
+        Args:
+            at: the tensors W̃.
+            gram: the Gram matrix from :meth:`through_gram`; None computes it from the rows.
+        """
         if gram is not None:
             added = gram.gradient(self.displacement(at))
-            return self._after_first(added if self.others is not None else self._weighted(added))
+            return self._plus_first_gradient(
+                added if self.others is not None else self._times_row_weight(added)
+            )
         delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
         change = delta if self.delta0 is None else delta - self.delta0
-        if self._own_weights is not None:
-            change = change * self._own_weights
-        return self._after_first(self._exchanged(self._weighted(self._weight_grad(change))))
+        if self._row_weights is not None:
+            change = change * self._row_weights
+        return self._plus_first_gradient(
+            self._sum_over_processes(self._times_row_weight(self._weight_grad(change)))
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -180,10 +214,15 @@ class LocalProblem:
         return {name: value - self.start[name] for name, value in at.items()}
 
     def objective(self, at: Tensors) -> Tensor:
-        """The objective less its value at the start: ``⟨δ₀ᵀX, W̃ − W⟩`` and the loss's curvature.
+        """Return the objective minus its value at the start.
 
-        The latter is what is left of large terms when the step is small: hence what the rows have moved
-        from the step itself, and the terms in float64.
+        It is the linear term ``⟨δ₀ᵀX, W̃ − W⟩``, plus what the loss adds to it by its curvature,
+        plus the regularizer. For small displacements the curvature term is a small difference of
+        large numbers. The change of the pre-activations is therefore computed from the
+        displacement, and the terms are computed in float64.
+
+        Args:
+            at: the tensors W̃.
         """
         moved = self.displacement(at)
         linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
@@ -191,7 +230,7 @@ class LocalProblem:
         if isinstance(self.x, Gram):
             curved = self.x.to(linear.dtype).gradient(moved)
             half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
-            return linear + self.of_all(self.row_weight * half) + penalty
+            return linear + self._of_all_processes(self.row_weight * half) + penalty
         still = {name: torch.zeros_like(t) for name, t in self.fixed.items()}
         change = self.linear_map.forward(self.x, **moved, **still)
         if self.loss.is_quadratic(self.transfer):
@@ -203,33 +242,38 @@ class LocalProblem:
             beyond_linear = torch.cat(
                 [self._beyond_linear(*map(_precise, each)) for each in some], -1
             )
-        return linear + self.of_all(self._added_up(beyond_linear).to(linear)) + penalty
+        return (
+            linear + self._of_all_processes(self._weighted_sum(beyond_linear).to(linear)) + penalty
+        )
 
     def _beyond_linear(self, a0: Tensor, target: Tensor, change: Tensor) -> Tensor:
-        """What the loss of each row has in excess of its slope times the change."""
+        """Return the loss of each row after a change of its pre-activations, minus the linear part."""
         before, after = (self.loss.value(a, target, self.transfer) for a in (a0, a0 + change))
         slope = self.loss.residual(a0, target, self.transfer)
         return after - before - (slope * change).sum(-1)
 
     def objective_at_start(self) -> Tensor:
-        """The objective at the start; NaN where ∂L/∂a, or ∂L/∂y, is not known row by row.
+        """Return the objective at the start; NaN if it is not known.
 
-        Exact where the loss is; where the residual is ``a − a*`` also if the loss leaves out a
-        constant. A process that knows it not makes it unknown to all.
+        It is not known if the target needs ∂L/∂a or ∂L/∂y of each row and they were not recorded, on
+        this or another process. Some losses leave out a constant, and so does this value, except where
+        the residual is ``a − a*``.
         """
         rows = self._losses_at_start()
         unknown = self._like.new_full((), torch.nan)
-        return self.of_all(unknown if rows is None else self._added_up(rows).to(unknown))
+        return self._of_all_processes(
+            unknown if rows is None else self._weighted_sum(rows).to(unknown)
+        )
 
     def _losses_at_start(self) -> Tensor | None:
-        """The local loss at the start, of each row, where it is known."""
+        """Return the local loss of each row at the start ``[..., rows]``; None if it is not known."""
         g, target = self.g, self.target
         if target.starts_at_zero and g is None:
             g = None if self.recorded is None else self.recorded()
             if g is None:
                 return None
             if self.loss.is_quadratic(self.transfer):
-                # The residual of a row comes from its g as the first gradient does from G.
+                # The residual of a row follows from its g as the first gradient follows from G.
                 first = target.first_gradient({"weight": g.mT}, self.gamma, self.fisher)
                 return None if first is None else 0.5 * first["weight"].square().sum(-2)
         given = {"g": g, "v": self.v}
@@ -238,31 +282,31 @@ class LocalProblem:
         goal = target(self.a0, self.transfer, g, self.v, self.gamma)
         return self.loss.value(self.a0, goal, self.transfer)
 
-    def _added_up(self, rows: Tensor) -> Tensor:
-        """The sum over the rows ``[..., rows]``, each as often as it counts."""
-        own = self._own_weights
-        weight = self.row_weight if own is None else _precise(own).squeeze(-1)
+    def _weighted_sum(self, rows: Tensor) -> Tensor:
+        """Return the sum of values of rows ``[..., rows]`` with the row weights, in float64."""
+        weights = self._row_weights
+        weight = self.row_weight if weights is None else _precise(weights).squeeze(-1)
         return (weight * _precise(rows)).sum()
 
     def _forward(self, at: Tensors) -> Tensor:
-        """The pre-activations at these tensors."""
+        """Return the pre-activations ``[..., rows, d]`` for the tensors W̃."""
         tensors = {name: self.base[name] + t if self.base else t for name, t in at.items()}
         return self.linear_map.forward(self.x, **tensors, **self.fixed)
 
     @property
-    def _own_weights(self) -> Tensor | None:
-        """The rows' weights where they are not one number."""
+    def _row_weights(self) -> Tensor | None:
+        """The weights of the rows ``[rows, 1]``; None if all rows have the same weight."""
         return self.row_weight if isinstance(self.row_weight, Tensor) else None
 
-    def _weighted(self, change: Tensors) -> Tensors:
-        """What rows that all count the same have added, in place."""
-        if self._own_weights is None and self.row_weight != 1:
+    def _times_row_weight(self, change: Tensors) -> Tensors:
+        """Multiply sums over rows, in place, by the row weight if all rows have the same."""
+        if self._row_weights is None and self.row_weight != 1:
             for tensor in change.values():
                 tensor.mul_(self.row_weight)
         return change
 
-    def _after_first(self, change: Tensors) -> Tensors:
-        """The first gradient and what was added to it since; ``change`` is used up."""
+    def _plus_first_gradient(self, change: Tensors) -> Tensors:
+        """Add the first gradient, in place, to the change of the gradient since the start."""
         for name, first in self.first_gradient.items():
             change[name].add_(first)
         return change
@@ -270,27 +314,39 @@ class LocalProblem:
     # ---- with other processes ------------------------------------------------------------------
 
     def averaged(self, mean: Tensor) -> Tensor:
-        """A mean over these rows, over all rows."""
+        """Return the mean over the rows of all processes.
+
+        Args:
+            mean: the mean over this process's rows.
+        """
         return mean if self.others is None else self.others.average(mean)
 
-    def _exchanged(self, of_rows: Tensors) -> Tensors:
+    def _sum_over_processes(self, of_rows: Tensors) -> Tensors:
+        """Add up, in place and over all processes, sums over rows for each trained tensor."""
         if self.others is not None:
             self.others.add_up(of_rows[name] for name in self.start)
         return of_rows
 
-    def of_all(self, of_rows: Tensor) -> Tensor:
-        """What these rows add up to, in place with what all rows do."""
+    def _of_all_processes(self, of_rows: Tensor) -> Tensor:
+        """Add up, in place and over all processes, a sum over this process's rows."""
         if self.others is not None:
             self.others.add_up([of_rows])
         return of_rows
 
     @property
     def _like(self) -> Tensor:
-        """One of the trained tensors, which have one dtype."""
+        """One of the trained tensors, all of which have the same dtype and device."""
         return next(iter(self.start.values()))
 
-    def _gram_of_all(self, d: int, gradients: int) -> Gram | None:
-        """That of all rows, weighted, if it is cheaper: by what all processes know, to agree."""
+    def _gram_of_all_processes(self, d: int, gradients: int) -> Gram | None:
+        """Return the Gram matrix of the rows of all processes, with their weights, if it is cheaper.
+
+        Only facts that all processes know decide whether it is, so that all decide the same.
+
+        Args:
+            d: number of output features.
+            gradients: number of gradients that will be computed with it.
+        """
         assert self.others is not None
         own = self.x
         if isinstance(own, Gram):
@@ -300,12 +356,12 @@ class LocalProblem:
             cheaper = has_rows and saves_work(self.others.rows, d, own.shape[-1], gradients)
             if not cheaper and not self.others.some_have_gram:
                 return None
-            if self._own_weights is None:
+            if self._row_weights is None:
                 first, *rest = map(self.gram_of, self.linear_map.row_blocks(own))
                 own = sum(rest, first)
             else:
-                own = self.gram_of(self.linear_map.inputs(own, True, False), self._own_weights)
-        weight = 1.0 if self._own_weights is not None else self.row_weight
+                own = self.gram_of(self.linear_map.inputs(own, True, False), self._row_weights)
+        weight = 1.0 if self._row_weights is not None else self.row_weight
         square, total = own.square * weight, own.total * weight
         rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight
         self.others.add_up([square, total, rows])
@@ -316,9 +372,9 @@ class LocalProblem:
         return {name: gradient[name] for name in self.start}
 
 
-_AT_ONCE = 2**18  # numbers in float64
+_AT_ONCE = 2**18  # number of entries that are converted to float64 at a time
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    """In float64, which Apple's GPUs do not have: on the host then."""
+    """Return a tensor in float64; from Apple's GPUs, which have no float64, on the host."""
     return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()
