@@ -670,7 +670,18 @@ class Looking(nn.Module):
         return out if out.sum().item() > 0 else 2 * out
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize(
+    "dropout",
+    [
+        0.0,
+        pytest.param(
+            0.5,
+            marks=pytest.mark.skipif(
+                GPU, reason="a failed recording leaves torch's generator of random numbers unusable"
+            ),
+        ),
+    ],
+)
 def test_a_step_that_cannot_be_recorded_runs_eagerly_and_says_so(
     dropout: float, made: list[object]
 ) -> None:
@@ -746,7 +757,29 @@ def test_on_a_gpu_adamw_is_recorded(fused: bool, made: list[object]) -> None:
         return torch.optim.AdamW(model.parameters(), lr=1e-2, capturable=True, fused=fused)
 
     compare(optimizer_of=optimizer_of, meanwhile=_decaying)
-    assert len(made) == 1
+    assert len(made) == (0 if fused else 1)  # in float64: fused kernels take rates in float32
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_hooks_around_the_step_are_called_in_every_step(when: str) -> None:
+    called: list[int] = []
+
+    def optimizer_of(model: nn.Module) -> Optimizer:
+        optimizer = LocoProp(model, lr=1e-3, output_transfer="linear")
+        register = {
+            "before": optimizer.register_step_pre_hook,
+            "after": optimizer.register_step_post_hook,
+        }[when]
+        register(lambda *_: called.append(1))
+        return optimizer
+
+    counts = []
+    for make in (written_out, TrainingStep):
+        called.clear()
+        run(make, optimizer_of=optimizer_of)
+        counts.append(len(called))
+    assert counts[0] == counts[1]
+    assert counts[0] > cuda_graph.EAGER_STEPS + 1  # steps that would have been replays
 
 
 def _decaying(step: int, model: nn.Module, optimizer: Optimizer) -> None:

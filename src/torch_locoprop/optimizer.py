@@ -189,7 +189,7 @@ class LocoProp(LayerOptimizer):
             self._notices.overwritten(overwritten)
         if any(layer.calls and not layer.decided for layer in self._layers):
             self._detect_transfers()
-        if not self._plan.is_current:
+        if not self._plan.is_current(self._local_groups()):
             self._plan = self._new_plan()
             try:
                 check_recorded_needs(self._plan, trained)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torch_locoprop.distributed import ddp
 from torch_locoprop.fast.dispatch import graphs, streams
@@ -106,6 +107,8 @@ class TrainingStep:
         if not capturable or len(devices) != 1 or not all(map(graphs.can_record, devices)):
             return False
         if ddp.are_several() or any(p.grad is not None for p in parameters):
+            return False
+        if _has_step_hooks(optimizer) or _reads_float32_rates(optimizer):
             return False
         return all(_is_plain(entry) and entry.device in devices for entry in batch)  # type: ignore[attr-defined]
 
@@ -217,6 +220,20 @@ def _form(batch: Sequence[Tensor]) -> list[tuple[Any, ...]]:
     """Return, for each tensor, the index of the first that is the same object, its shape and dtype."""
     ids = [id(tensor) for tensor in batch]
     return [(ids.index(id(tensor)), tensor.shape, tensor.dtype) for tensor in batch]
+
+
+def _has_step_hooks(optimizer: Optimizer) -> bool:
+    """Return True if a user's hook runs around ``optimizer.step``: a replay would not call it."""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return bool(own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
+
+
+def _reads_float32_rates(optimizer: Optimizer) -> bool:
+    """Return True for fused kernels on float64 parameters, whose learning rate must be float32."""
+    return any(
+        group.get("fused", False) and any(p.dtype == torch.float64 for p in group["params"])
+        for group in optimizer.param_groups
+    )
 
 
 def _is_plain(entry: object) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 import torch_locoprop
 from torch_locoprop import Guards, LocoProp
 from torch_locoprop.config import settings
+from torch_locoprop.config.arguments import ARGUMENTS
 from torch_locoprop.config.settings import (
     DEFAULTS,
     GRAPH_KEY_SETTINGS,
@@ -166,6 +167,26 @@ def test_an_unknown_argument_is_an_error_with_a_suggestion() -> None:
         LocoProp(nn.Linear(3, 2), gama=1.0)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize(
+    ("given", "meant"), [("fallbak", "fallback"), ("layer", "layers"), ("guard", "guards")]
+)
+def test_every_argument_is_suggested(given: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"Did you mean '{meant}'"):
+        LocoProp(nn.Linear(3, 2), **{given: None})
+
+
+def test_the_constructor_has_the_listed_arguments_and_the_settings() -> None:
+    assert set(inspect.signature(LocoProp).parameters) == {*ARGUMENTS, *SETTINGS}
+
+
+def test_a_subclass_has_a_signature_of_its_own() -> None:
+    class Own(LocoProp):
+        def __init__(self, model: nn.Module, alpha: float = 3.0) -> None:
+            super().__init__(model, lr=alpha)
+
+    assert list(inspect.signature(Own).parameters) == ["model", "alpha"]
+
+
 def test_guards_are_the_settings_of_their_names() -> None:
     together = LocoProp(nn.Linear(3, 2), guards=Guards(cap=0.1, cap_by="backprop", gate=True))
     apart = LocoProp(nn.Linear(3, 2), cap=0.1, cap_by="backprop", gate=True)
@@ -186,7 +207,7 @@ def test_guards_may_stand_in_a_group() -> None:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"guards": Guards(), "cap": 0.1}, ValueError, "cap is given by guards= and by itself"),
+        ({"guards": Guards(), "cap": 0.1}, ValueError, "Given both in guards= and by itself: cap"),
         ({"guards": 0.1}, TypeError, "Must be a torch_locoprop.Guards"),
         ({"guards": Guards(cap=-1.0)}, ValueError, "Invalid cap=-1.0"),
     ],

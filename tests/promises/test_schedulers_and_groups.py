@@ -316,3 +316,22 @@ def test_other_settings_are_taken_from_the_next_forward_pass_on(setting: dict[st
     step(other, fresh)
     step(model, opt)
     assert_close(weights(model), weights(other), 1e-12)
+
+
+def test_a_group_that_was_replaced_is_the_group_that_counts() -> None:
+    """As one that was changed in place."""
+    changes = {"local_steps": 1, "variant": "locoprop-s", "solver": "sgd", "cap": 1e-4}
+    found = []
+    for replace in (False, True):
+        model = network()
+        opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+        for step in range(4):
+            if step == 2 and replace:
+                opt.param_groups[0] = {**opt.param_groups[0], **changes}
+            elif step == 2:
+                opt.param_groups[0].update(changes)
+            cross_entropy(model(batch(7, 6)), batch(7, 3, seed=2)).backward()
+            opt.step()
+            opt.zero_grad()
+        found.append(weights(model))
+    assert_close(found[0], found[1], 0.0)

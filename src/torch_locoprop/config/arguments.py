@@ -11,6 +11,12 @@ from torch import nn
 
 from torch_locoprop.config.settings import SETTINGS, unknown
 
+# The constructor's arguments that are no settings.
+ARGUMENTS = (
+    *("model", "transfers", "output_transfer", "loss_fn", "layers", "guards", "diagnose"),
+    *("cuda_graph", "apply", "outer", "fallback", "param_groups"),
+)
+
 C = TypeVar("C", bound=type[Any])
 
 
@@ -27,7 +33,9 @@ def with_settings(cls: C) -> C:
         for name, setting in SETTINGS.items()
         if name not in signature.parameters
     ]
-    setattr(cls, "__signature__", signature.replace(parameters=[*own, *settings]))  # noqa: B010
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    whole = signature.replace(parameters=[first, *own, *settings])
+    setattr(cls.__init__, "__signature__", whole)  # noqa: B010  # not of the class: subclasses inherit it
     if cls.__doc__ is not None:  # which python -OO removes
         cls.__doc__ = cls.__doc__.replace("{settings}", _documentation())
     return cls
@@ -50,9 +58,10 @@ def check_arguments(
     for name, switch in (("diagnose", diagnose), ("cuda_graph", cuda_graph)):
         if not isinstance(switch, bool):
             raise TypeError(f"{name}= is True or False, not {switch!r}.")
+    known = [*ARGUMENTS, *SETTINGS]
     for name in settings:
         if name not in SETTINGS:
-            raise TypeError(unknown("argument of LocoProp", name, SETTINGS))
+            raise TypeError(unknown("argument of LocoProp", name, known))
 
 
 def _documentation() -> str:

@@ -115,7 +115,7 @@ def warn_of_ignored(
             warnings.warn(
                 f"{count} parameters of a group have no local problem; its {', '.join(ignored)} "
                 "do not apply to them. Set those in fallback=.",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 

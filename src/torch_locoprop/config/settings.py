@@ -271,18 +271,6 @@ class Settings(TypedDict, total=False):
     ]
 
 
-@dataclass(frozen=True)
-class Guards:
-    """The guards on local solutions, as one argument: ``LocoProp(model, guards=Guards(cap=0.1))``.
-
-    The fields are the settings of the same names, which may also be given one by one.
-    """
-
-    cap: float | None = None
-    cap_by: str = "weight"
-    gate: bool = False
-
-
 def _declared(annotated: Any) -> Setting:
     return next(part for part in get_args(annotated) if isinstance(part, Setting))
 
@@ -300,6 +288,19 @@ PLAN_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_p
 GRAPH_KEY_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_graph_key)
 
 
+@dataclass(frozen=True)
+class Guards:
+    """The guards on local solutions, as one argument: ``LocoProp(model, guards=Guards(cap=0.1))``.
+
+    The fields are the settings of the same names, which may also be given one by one. In a parameter
+    group, ``guards`` replaces all three settings of the constructor.
+    """
+
+    cap: float | None = DEFAULTS["cap"]
+    cap_by: str = DEFAULTS["cap_by"]
+    gate: bool = DEFAULTS["gate"]
+
+
 def with_guards(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings with ``guards=Guards(...)`` replaced by the settings it stands for.
 
@@ -315,7 +316,7 @@ def with_guards(settings: Mapping[str, Any]) -> dict[str, Any]:
         raise TypeError(f"Invalid guards={guards!r}. Must be a torch_locoprop.Guards.")
     both = [name for name in asdict(guards) if name in found]
     if both:
-        raise ValueError(f"{', '.join(both)} is given by guards= and by itself. Give it once.")
+        raise ValueError(f"Given both in guards= and by itself: {', '.join(both)}. Give each once.")
     return found | asdict(guards)
 
 

@@ -17,9 +17,6 @@ from torch_locoprop.stepping.method import Plan, effective_variant
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 DETECTED_LATER = "transfer is detected in the first step"
 
-# Steps between two reads of an accelerator's counters: each read is a host sync.
-_READ_EVERY = 100
-
 
 def summary_of(
     model: nn.Module,

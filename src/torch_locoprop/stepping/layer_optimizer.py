@@ -104,7 +104,8 @@ class LayerOptimizer(WithFallback):
 
     def _require_anew(self) -> None:
         """Plan again before a forward pass if settings have changed since the last step."""
-        if not self._plan.is_current and all(layer.starts_afresh() for layer in self._layers):
+        current = self._plan.is_current(self._local_groups())
+        if not current and all(layer.starts_afresh() for layer in self._layers):
             self._require()
 
     @property

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -72,10 +73,14 @@ class Plan:
         self._settings = self._current()
         self._methods: dict[LayerRecord, tuple[object, Method]] = {}
 
-    @property
-    def is_current(self) -> bool:
-        """True if no setting has changed since the plan was made."""
-        return self._settings == self._current()
+    def is_current(self, groups: Sequence[Group]) -> bool:
+        """Return True if these are the groups of the plan, and no setting has changed since.
+
+        Args:
+            groups: the optimizer's groups of local problems; a user may have replaced one.
+        """
+        same = len(groups) == len(self._groups) and all(map(is_, groups, self._groups))
+        return same and self._settings == self._current()
 
     def group(self, layer: LayerRecord) -> Group:
         """Return the group whose settings the layer's problem has: that of its weight."""

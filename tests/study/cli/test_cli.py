@@ -307,7 +307,9 @@ def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     )
     arguments = ["train", *TINY, "--epochs", "1000000", "--out", str(tmp_path / "run")]
     command = [sys.executable, "-c", script, *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, preexec_fn=_default_sigint
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if "epoch 3/" in line:
@@ -418,3 +420,8 @@ def test_a_run_that_has_not_begun_has_a_description_too() -> None:
     result = RunResult(Path("nowhere"), RunConfig("adam"), ())
     assert result.to_dict()["finished"] is False
     assert result.to_dict()["data"] is None
+
+
+def _default_sigint() -> None:
+    """Undo what a shell does to its background jobs, which ignore Ctrl-C, and so would the child."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -202,7 +202,9 @@ def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
     folder = tmp_path / "over there"
     start = [sys.executable, "-c", script]
     arguments = ["tune", *TINY, "--trials", "100000", "--no-pruning", "--out", str(folder)]
-    with subprocess.Popen([*start, *arguments], stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*start, *arguments], stderr=subprocess.PIPE, text=True, preexec_fn=_default_sigint
+    ) as process:
         assert process.stderr is not None
         for line in process.stderr:
             if " 6/" in line:
@@ -236,3 +238,8 @@ def test_a_terminal_gets_a_bar(capfd: pytest.CaptureFixture[str]) -> None:
     assert "━" in out
     assert "12/64" in out
     assert "best train 51.500  8 at epoch 34/100" in out
+
+
+def _default_sigint() -> None:
+    """Undo what a shell does to its background jobs, which ignore Ctrl-C, and so would the child."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -80,10 +80,10 @@ def compare(
         typer.echo(json.dumps([result.to_dict() for result in results]))
     else:
         first = results[0].config
-        epochs = "1 epoch" if first.epochs == 1 else f"{first.epochs} epochs"
+        length = "1 epoch" if first.epochs == 1 else f"{first.epochs} epochs"
         console = Console()
         console.print(
-            f"{data.title}, {first.model}, {first.transfer}, {epochs} of batches of "
+            f"{data.title}, {first.model}, {first.transfer}, {length} of batches of "
             f"{first.batch_size}, seed {first.seed}",
             highlight=False,
         )
