@@ -78,9 +78,9 @@ class Gemms:
             self._weight_gradient(self.gradients[index + 1], index)
             if index > 0:
                 torch.mm(self.gradients[index + 1], weight, out=self.gradients[index])
-        with side_streams() as lane:
+        with side_streams() as side:
             for index in range(len(self.weights)):
-                with lane(None):
+                with side(None):
                     self._local(index)
 
     def _local(self, index: int) -> None:

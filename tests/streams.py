@@ -1,4 +1,4 @@
-"""Streams that only take notes, in the place of a GPU's while a graph is captured."""
+"""Emulated CUDA streams, which record what waits for what while a CUDA graph is recorded."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -36,17 +36,17 @@ class Event:
 
 
 class CUDA:
-    """What ``cuda_streams`` asks torch for."""
+    """Replaces the functions of ``torch.cuda`` that ``cuda_streams`` calls."""
 
     now: Stream
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         CUDA.now = self.main = Stream("main")
-        self.own = [Stream(f"lane {i}") for i in range(cuda_streams.MANY_STREAMS)]
-        self.beside = [Stream(f"beside {i}") for i in range(cuda_streams.GRADIENT_STREAMS)]
+        self.side = [Stream(f"side {i}") for i in range(cuda_streams.MANY_STREAMS)]
+        self.gradient = [Stream(f"gradient {i}") for i in range(cuda_streams.GRADIENT_STREAMS)]
         monkeypatch.setattr(cuda_streams, "_is_recording", lambda: True)
-        monkeypatch.setattr(cuda_streams, "_side_streams", lambda device: self.own)
-        monkeypatch.setattr(cuda_streams, "_gradient_streams", lambda device: self.beside)
+        monkeypatch.setattr(cuda_streams, "_side_streams", lambda device: self.side)
+        monkeypatch.setattr(cuda_streams, "_gradient_streams", lambda device: self.gradient)
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: CUDA.now)
         monkeypatch.setattr(torch.cuda, "stream", self._inside)
@@ -61,7 +61,7 @@ class CUDA:
             CUDA.now = before
 
     def synchronize(self) -> None:
-        streams = [*self.own, *self.beside]
+        streams = [*self.side, *self.gradient]
         for stream in streams:
             self.main.wait_stream(stream)
         for stream in streams:

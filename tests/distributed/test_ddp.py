@@ -1,4 +1,4 @@
-"""Two processes under DistributedDataParallel are one process with the whole batch."""
+"""Two processes under DistributedDataParallel equal one process with the whole batch."""
 
 import os
 import warnings
@@ -24,7 +24,7 @@ STEPS, ROWS = 3, 24
 
 @dataclass(frozen=True)
 class Case:
-    """How the network is trained, and by how many passes a step."""
+    """How the network is trained, and the number of backward passes of each step."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     convolution: bool = False
@@ -106,7 +106,7 @@ class Reentrant(nn.Sequential):
 
 
 class Branched(nn.Sequential):
-    """A layer beside the others that only one process uses."""
+    """A model with one more layer, which only one process uses."""
 
     def __init__(self, *layers: nn.Module) -> None:
         super().__init__(*layers)
@@ -134,7 +134,7 @@ def network(case: Case) -> nn.Sequential:
 
 
 def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> list[Tensor]:
-    """The weights after some steps on a part of every batch, and the local losses if measured."""
+    """Return the weights after some steps on a part of every batch, and measured local losses."""
     own = {"lr": 1e-3, "gamma": 2.0, "local_steps": 4, "output_transfer": "sigmoid"}
     whole = called if case.order == "LocoProp(wrapper)" else model
     opt = LocoProp(whole, **{**own, **case.settings})
@@ -223,7 +223,7 @@ NOT_THE_WHOLE += [
 def test_they_are_one_process_with_the_whole_batch(
     name: str, in_two: list[dict[str, list[Tensor]]]
 ) -> None:
-    """But for natural targets, whose labels are drawn, and where a mean of means is another mean."""
+    """Except for natural targets, with random labels, and for means over unequal numbers of rows."""
     model = network(CASES[name])
     before = [p.detach().clone() for p in model.parameters()]
     one = trained(replace(CASES[name], passes=1), model, model, slice(None))

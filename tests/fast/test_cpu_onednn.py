@@ -1,4 +1,4 @@
-"""The gradients of weight and bias as one matrix equal the plain ones, and are as exact in float32."""
+"""Gradients of weight and bias as one matrix equal the plain ones, and are as accurate in float32."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def in_dtype(of: LocalProblem, dtype: torch.dtype) -> LocalProblem:
 
 
 def solved(of: LocalProblem, solver: str = "rmsprop", numbers: Numbers = NUMBERS) -> list[Tensor]:
-    """Tensors and states after two steps in a row, which change nothing they are given."""
+    """Return tensors and states after two steps in a row, which must not change their inputs."""
     states: dict[str, dict[str, Tensor]] = {name: {} for name in of.start}
     outcome = []
     for _ in range(2):
@@ -135,9 +135,9 @@ def test_takes_xtx_for_x(monkeypatch: pytest.MonkeyPatch) -> None:
 @each_kind
 @with_and_without_onednn
 def test_is_as_exact_in_float32_as_the_plain_version(kind: str) -> None:
-    """Errors of the gradient's change, against float64: those of products, whoever computes them.
+    """The error of the gradient's change against float64 is that of matrix products.
 
-    Small inputs too, whose tanh has all its digits.
+    Small inputs, for which tanh is nearly linear, are tested too.
     """
     for scale in (1.0, 1e-3):
         of = problem(kind, rows=200, d=30, n=100)
@@ -217,7 +217,7 @@ def test_an_optimizer_takes_the_same_steps(variant: str, monkeypatch: pytest.Mon
 
 
 def test_a_users_own_step_gets_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not what they have moved by: it may measure them."""
+    """A user's solver gets weights, not displacements: it may measure them."""
 
     class Trusting(FirstOrder):
         name = "trusting"

@@ -1,4 +1,4 @@
-"""Steps by replay equal steps as they stand.
+"""Steps by replay equal eager steps.
 
 On a GPU the replay is a CUDA graph, elsewhere the list of operations in ``emulated_graphs.py``.
 """
@@ -124,7 +124,7 @@ def test_replayed_steps_equal_those_that_are_not(
 
 @pytest.mark.parametrize("in_place", [0, 4], ids=["copies", "in place"])
 def test_what_changes_between_steps_is_seen(in_place: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rates, settings, sizes of batches, frozen layers, new states: nothing is replayed as it was."""
+    """Changed rates, settings, batch sizes, frozen layers and states are used in the next step."""
     monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", in_place)
 
     def meddle(step: int, model: nn.Module, optimizer: LocoProp) -> None:
@@ -159,7 +159,7 @@ def middle(model: nn.Module) -> nn.Linear:
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same numbers, column by column."""
+    """Return the same matrix, stored by columns."""
     return tensor.mT.contiguous().mT
 
 
@@ -294,7 +294,7 @@ def test_another_shape_at_the_same_address_is_another_kind_of_step() -> None:
 
 
 def test_rates_that_part_and_meet_again() -> None:
-    """Groups at one rate share its tensor, and what is written there already is not written again."""
+    """Groups with equal rates share a tensor, which is written only if the rate has changed."""
     rates = [(1e-3, 1e-3)] * 6 + [(1e-3, 2e-3)] * 5 + [(2e-3, 2e-3), (3e-3, 1e-3)] * 3
     rates += [(1e-3, 1e-3)] * 3
 
@@ -322,7 +322,7 @@ def test_accumulated_gradients_and_layers_called_twice() -> None:
 
 
 class Remembering(torch.optim.Optimizer):
-    """Steps along the gradient before, of which it keeps no copy."""
+    """Steps along the gradient of the step before, of which it keeps no copy."""
 
     def __init__(self, params: list[nn.Parameter]) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -355,7 +355,7 @@ def test_first_steps_that_are_not_finite_do_not_stop_the_recording() -> None:
 
 
 class Growing(Exact):
-    """Looks at how many problems there were."""
+    """A solver whose step depends on the number of problems before."""
 
     def solve(self, problem: Any, *others: Any) -> Any:
         new, states = super().solve(problem, *others)
@@ -363,7 +363,7 @@ class Growing(Exact):
 
 
 class OneOfAUser(Sgd):
-    """Looks at numbers, as a user's solver may."""
+    """A solver that reads numbers on the host, as a user's solver may."""
 
     name = "mine"
 
@@ -445,7 +445,7 @@ def test_a_copy_of_the_optimizer_records_anew() -> None:
 def in_place(
     moves: Callable[[int], bool], monkeypatch: pytest.MonkeyPatch, **settings: Any
 ) -> list[Tensor]:
-    """A loop whose batches and gradients stay where they are, but the batch before some steps."""
+    """Return the weights after a loop in which the batch has a new address before some steps."""
     monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(49, 5), nn.Tanh()).to(DEVICE, torch.float64)
@@ -475,7 +475,7 @@ def in_place(
 def test_only_what_moves_is_copied(
     moves: Callable[[int], bool], made: int, copied: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch that moves before it is recorded, and neither gradient; or all after too many times."""
+    """Only a batch that moves is copied, or everything after too many recordings."""
     expected = in_place(moves, monkeypatch, cuda_graph=False)
     counts: list[int] = []
     foreach_copy = torch._foreach_copy_

@@ -1,4 +1,4 @@
-"""What waits for what when layers are solved side by side, with streams that only take notes."""
+"""Which stream waits for which when layers are solved side by side, with emulated streams."""
 
 import pytest
 import torch
@@ -13,21 +13,21 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> CUDA:
 
 
 def test_lanes_wait_for_what_came_before_and_all_waits_for_them(cuda: CUDA) -> None:
-    with cuda_streams.side_streams() as lane:
+    with cuda_streams.side_streams() as side:
         for _ in range(2):
-            with lane(None):
+            with side(None):
                 assert CUDA.now is not cuda.main
-    assert [stream.waits for stream in cuda.own[:3]] == [["all of main"], ["all of main"], []]
-    assert cuda.main.waits == ["all of lane 0", "all of lane 1"]
+    assert [stream.waits for stream in cuda.side[:3]] == [["all of main"], ["all of main"], []]
+    assert cuda.main.waits == ["all of side 0", "all of side 1"]
 
 
-def test_a_lane_that_is_used_again_waits_again(cuda: CUDA) -> None:
-    """For what was made on the main stream in between, as a population does."""
-    with cuda_streams.side_streams() as lane:
+def test_a_side_stream_that_is_used_again_waits_again(cuda: CUDA) -> None:
+    """It waits for new work on the main stream, as a population needs it."""
+    with cuda_streams.side_streams() as side:
         for _ in range(cuda_streams.MANY_STREAMS + 1):
-            with lane(None):
+            with side(None):
                 pass
-    assert cuda.own[0].waits == ["all of main"] * 2
+    assert cuda.side[0].waits == ["all of main"] * 2
 
 
 def test_work_that_need_not_wait_longer_than_for_its_mark(cuda: CUDA) -> None:
@@ -36,26 +36,26 @@ def test_work_that_need_not_wait_longer_than_for_its_mark(cuda: CUDA) -> None:
         mark = cuda_streams.ready_event()
     assert mark is not None
     assert cuda_streams.ready_event() is None
-    with cuda_streams.side_streams() as lane, lane(mark):
+    with cuda_streams.side_streams() as side, side(mark):
         pass
-    assert cuda.own[0].waits == ["an event of main"]
+    assert cuda.side[0].waits == ["an event of main"]
 
 
 def test_fewer_lanes_where_they_cost_memory(cuda: CUDA) -> None:
-    with cuda_streams.side_streams(2) as lane:
+    with cuda_streams.side_streams(2) as side:
         for _ in range(3):
-            with lane(None):
+            with side(None):
                 pass
-    assert [len(stream.waits) for stream in cuda.own[:3]] == [2, 1, 0]
+    assert [len(stream.waits) for stream in cuda.side[:3]] == [2, 1, 0]
 
 
-def test_the_stream_of_a_recording_is_never_one_of_its_lanes(
+def test_the_stream_of_a_recording_is_never_one_of_its_side_streams(
     cuda: CUDA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch has few streams, and may give a recording one of these: all others would wait for it."""
-    for now in (cuda.own[0], cuda.beside[0]):
+    """PyTorch has few streams and may record on one of these: all others would wait for it."""
+    for now in (cuda.side[0], cuda.gradient[0]):
         monkeypatch.setattr(CUDA, "now", now)
-        with cuda_streams.side_streams() as lane, lane(None):
+        with cuda_streams.side_streams() as side, side(None):
             assert CUDA.now is not now
         with cuda_streams.overlapping_backward():
             cuda_streams.enter_gradient_stream()
@@ -68,14 +68,14 @@ def test_work_beside_waits_for_what_was_there_and_marks_for_both(cuda: CUDA) -> 
     with cuda_streams.overlapping_backward():
         cuda_streams.enter_gradient_stream(g)
         with cuda_streams.on_gradient_stream():
-            assert CUDA.now is cuda.beside[0]
+            assert CUDA.now is cuda.gradient[0]
         mark = cuda_streams.ready_event()
         assert any(
             each is g for each in cuda_streams._read
         )  # others' memory only when that is read
         cuda_streams.enter_gradient_stream()
         with cuda_streams.on_gradient_stream():
-            assert CUDA.now is cuda.beside[1]
+            assert CUDA.now is cuda.gradient[1]
         cuda_streams.leave_gradient_stream()
         with cuda_streams.on_gradient_stream():
             assert CUDA.now is cuda.main
@@ -83,17 +83,17 @@ def test_work_beside_waits_for_what_was_there_and_marks_for_both(cuda: CUDA) -> 
     assert not cuda_streams._read
     assert mark is not None
     assert alone is not None
-    assert (mark.after, alone.after) == ("beside 0", "main")
-    assert cuda.beside[0].waits == ["all of main", "all of main"]  # at the beginning, at the mark
-    assert cuda.beside[1].waits == ["all of main"]
-    assert cuda.main.waits == ["all of beside 0", "all of beside 1"]  # at the end
+    assert (mark.after, alone.after) == ("gradient 0", "main")
+    assert cuda.gradient[0].waits == ["all of main", "all of main"]  # at the beginning, at the mark
+    assert cuda.gradient[1].waits == ["all of main"]
+    assert cuda.main.waits == ["all of gradient 0", "all of gradient 1"]  # at the end
 
 
 def test_streams_beside_are_used_again(cuda: CUDA) -> None:
     with cuda_streams.overlapping_backward():
         for _ in range(cuda_streams.GRADIENT_STREAMS + 1):
             cuda_streams.enter_gradient_stream()
-    assert [len(stream.waits) for stream in cuda.beside] == [2] + [1] * (
+    assert [len(stream.waits) for stream in cuda.gradient] == [2] + [1] * (
         cuda_streams.GRADIENT_STREAMS - 1
     )
 
@@ -121,5 +121,5 @@ def test_a_step_that_fails_leaves_nothing_behind(cuda: CUDA) -> None:
 def test_outside_a_recording_there_is_one_stream() -> None:
     with cuda_streams.overlapping_backward():
         assert cuda_streams.ready_event() is None
-    with cuda_streams.side_streams() as lane, lane(None):
+    with cuda_streams.side_streams() as side, side(None):
         pass

@@ -1,4 +1,4 @@
-"""Gradients that come aside are those of autograd; here on one stream, as outside of a recording."""
+"""Overlapped weight gradients equal those of autograd, here on one stream."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from torch_locoprop.training_step import TrainingStep
 
 
 class Twice(nn.Module):
-    """Calls a layer two times."""
+    """Calls a layer twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def frozen() -> nn.Sequential:
 def trained(
     model: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch, on: bool, **settings: Any
 ) -> tuple[nn.Module, list[str]]:
-    """After four steps; and which layers had their gradients aside."""
+    """Return the model after four steps, and the layers with overlapped weight gradients."""
     taken = []
     output = overlapped_weight_grads.output
 
@@ -104,7 +104,7 @@ def test_the_same_training(
 def test_the_output_is_taken_for_the_preactivations_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Which spares a product in each step."""
+    """This saves one matrix product in each step."""
     forward, calls = Dense.forward, []
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -136,7 +136,7 @@ def test_an_output_that_was_written_over_is_not_taken(monkeypatch: pytest.Monkey
 
 
 def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy would be made on another stream than that which computes them."""
+    """A copy would run on another stream than the one that computes the gradients."""
     monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     multiplied, places = torch.mv, []
 
@@ -162,7 +162,7 @@ def test_autograd_takes_the_gradients_over_as_they_are(monkeypatch: pytest.Monke
 def test_beside_only_where_there_is_no_sum_to_wait_for(
     make: Callable[[], nn.Module], opened: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not for the first layer: nothing below would have to wait."""
+    """The first layer is not overlapped either: no layer below would wait."""
     monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     model, found = make(), []
     opt = LocoProp(model, lr=1e-3)
@@ -209,7 +209,7 @@ def test_two_optimizers_of_one_model_both_see_the_calls(monkeypatch: pytest.Monk
 def test_outputs_are_kept_no_longer_than_they_are_asked_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not of layers that turn out to be linear, of several calls, or of steps without iterations."""
+    """No outputs of linear layers, of layers called several times, or of steps without iterations."""
     monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
 
     def kept(model: nn.Module, **settings: Any) -> list[bool]:
@@ -230,7 +230,7 @@ def test_outputs_are_kept_no_longer_than_they_are_asked_for(
 
 
 def small() -> nn.Sequential:
-    """A linear layer in the middle, and wide enough for few rows to be less than XᵀX."""
+    """Return a model with a linear layer in the middle; four rows are smaller than XᵀX."""
     widths = (nn.Linear(6, 80), nn.Tanh(), nn.Linear(80, 70), nn.Linear(70, 60), nn.GELU())
     return nn.Sequential(*widths, nn.Linear(60, 3))
 
@@ -245,7 +245,7 @@ def test_a_resumed_training_has_the_same_bits(
     solver: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Though in its first step no layer's transfer is known yet."""
+    """Even though in its first step no layer's transfer is known."""
     monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
     torch.manual_seed(0)
     batches = torch.rand(4, rows, 6)

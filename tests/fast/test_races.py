@@ -1,8 +1,9 @@
 """No stream reads what another has not written yet, or writes what another still reads.
 
-A step is taken on a CPU with streams that only take notes. Each knows how far it has come, and how far
-all others had when it last waited for them; every operation is held against that. Memory counts too:
-what is freed goes to the next tensor of the stream on which it was made, whoever still reads it.
+A step runs on a CPU with emulated streams. Each stream knows how many operations it has run, and how
+many each other stream had run when it last waited for it. Every operation is checked against this.
+Freed memory is checked too: the next tensor of the stream that owns it may reuse it, even if another
+stream still reads it.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from torch_locoprop.fast import cuda_graph, cuda_streams, overlapped_weight_grad
 
 
 class Use(NamedTuple):
-    """An operation on a stream, and how many it was there."""
+    """An operation on a stream, and its number on that stream."""
 
     stream: str
     number: int
@@ -33,7 +34,7 @@ class Use(NamedTuple):
 
 
 class Memory:
-    """A tensor's, while it lives."""
+    """The memory of a tensor and its uses, while it is alive."""
 
     def __init__(self, tensor: Tensor, owner: str) -> None:
         self.alive = StorageWeakRef(tensor.untyped_storage())
@@ -47,7 +48,7 @@ class Memory:
 
 
 class Watch(TorchDispatchMode):
-    """Holds every operation against what its stream has waited for."""
+    """Checks for every operation that its stream has waited for earlier uses of the same memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class Watch(TorchDispatchMode):
         self.freed += [self.known.pop(place) for place in dead]
 
     def _take_freed(self, use: Use) -> None:
-        """What is new may lie where something was that the same stream had made."""
+        """Check a new tensor against memory that the same stream has freed, which it may reuse."""
         for memory in self.freed:
             if memory.owner == use.stream:
                 self._check(memory.uses, use)
@@ -148,7 +149,7 @@ class Twice(nn.Module):
 
 
 def weights_alone(model: nn.Module) -> dict[str, Any]:
-    """The biases' gradients are nobody's, and never cleared."""
+    """Return settings that train weights only: the gradients of biases are never cleared."""
     weights = [p for name, p in model.named_parameters() if name.endswith("weight")]
     return {"param_groups": [{"params": weights}]}
 
@@ -159,7 +160,7 @@ def races(
     settings: dict[str, Any] | Callable[[nn.Module], dict[str, Any]],
     passes: int = 1,
 ) -> Watch:
-    """What is found in the last of four steps."""
+    """Return what was found in the last of four steps."""
     torch.manual_seed(0)
     model = make()
     own = settings(model) if callable(settings) else settings
@@ -205,20 +206,20 @@ def test_nobody_reads_too_early_or_writes_too_soon(
 ) -> None:
     found = races(cuda, make, settings, passes)
     assert found.races == []
-    assert any(name.startswith("lane") for name in found.streams)
+    assert any(name.startswith("side") for name in found.streams)
 
 
 def test_gradients_are_beside(cuda: CUDA) -> None:
-    assert "beside 0" in races(cuda, deep, {}).streams
+    assert "gradient 0" in races(cuda, deep, {}).streams
 
 
 @pytest.mark.parametrize("missing", ["enter_gradient_stream", "mark", "hold", "join"])
 def test_what_would_be_found(missing: str, cuda: CUDA, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one of the things that keep order."""
+    """A race is found if one of the waits is left out."""
     if missing == "enter_gradient_stream":
         wait = Stream.wait_stream
         lonely = lambda self, other: (  # noqa: E731
-            None if self.name.startswith("beside") else wait(self, other)
+            None if self.name.startswith("gradient") else wait(self, other)
         )
         monkeypatch.setattr(Stream, "wait_stream", lonely)
     elif missing == "mark":
@@ -243,7 +244,7 @@ def clip_in_place(p: Tensor) -> None:
 def test_training_steps_in_which_others_use_the_gradients(
     case: str, cuda: CUDA, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sums of gradients and hooks would not wait for gradients that are computed beside."""
+    """Sums of gradients and hooks on them would not wait for overlapped gradients."""
     monkeypatch.setattr(cuda_graph, "is_recording", lambda: True)
     model = Twice() if case == "called twice" else deep()
     for p in model.parameters():
@@ -263,7 +264,7 @@ def test_training_steps_in_which_others_use_the_gradients(
             step._take([torch.randn(40, 6), torch.randn(40, 3)])
         cuda.synchronize()
     assert found.races == []
-    assert ("beside 0" in found.streams) == (case == "plain")
+    assert ("gradient 0" in found.streams) == (case == "plain")
 
 
 class _Nothing(list[Tensor]):

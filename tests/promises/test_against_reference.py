@@ -1,8 +1,8 @@
-"""The library against `reference.py`: equal weights after two hundred steps in float64.
+"""The library equals `reference.py`: the same weights after two hundred steps in float64.
 
-First the reference is held against things it was not written from (finite differences, plain SGD,
-scipy's minimiser), then every variant and solver of the library against the reference. Options and
-other networks are compared over fewer steps, and closer.
+First the reference is compared with results it was not written from (finite differences, plain SGD,
+scipy's minimiser), then every variant and solver of the library with the reference. Options and other
+networks are compared over fewer steps, with smaller tolerances.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def settings(solver: str, **changes) -> dict:
 
 @dataclass(frozen=True)
 class Problem:
-    """A network and its data; the last transfer is the one inside the loss."""
+    """A network and its data; the last transfer is inside the loss."""
 
     sizes: tuple[int, ...] = (12, 9, 5, 3, 5, 9, 12)
     transfers: tuple[str, ...] = ("tanh", "tanh", "linear", "tanh", "tanh", "sigmoid")
@@ -75,7 +75,7 @@ class Problem:
         return result
 
     def batches(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return random inputs in [0, 1] that two latent numbers explain, and their targets."""
+        """Return random inputs in [0, 1] that depend on two latent numbers, and their targets."""
         rng = np.random.default_rng(1)
         latent = rng.normal(size=(BATCHES, BATCH, 2))
         inputs = reference.sigmoid(2.0 * latent @ rng.normal(size=(2, self.sizes[0])))
@@ -165,7 +165,7 @@ def train_reference(problem: Problem, steps: int = STEPS, **options) -> tuple[Re
 
 
 def assert_loss_falls(losses: list[float]) -> None:
-    """A test of equal weights says little of weights that hardly move."""
+    """Check that the loss decreases: equal weights mean little if they hardly move."""
     assert np.mean(losses[-BATCHES:]) < 0.95 * np.mean(losses[:BATCHES])
 
 
@@ -176,7 +176,7 @@ def assert_library_equals_reference(
     rate: Callable[[int], float] = lambda step: 1.0,
     **options,
 ) -> None:
-    """Train both side by side, with the learning rate times ``rate(step)``, and compare always."""
+    """Train both side by side, with learning rate times ``rate(step)``, and compare all steps."""
     ours = Reference(problem.weights(), list(problem.transfers), problem.bias, **options)
     model = torch_model(problem)
     if isinstance(strength := options.get("regularizer"), float):
@@ -268,7 +268,7 @@ def test_reference_with_one_iteration_is_plain_sgd(problem, variant, reduction):
 
 
 def test_reference_residuals_are_the_derivatives_of_the_papers_objectives():
-    """Equations of the four variants for tanh, with F = Σ log cosh and F* its dual."""
+    """The objectives of the four variants for tanh, with F = Σ log cosh and F* its dual."""
     rng = np.random.default_rng(3)
     a0, a, g, dy = (0.3 * rng.normal(size=(4, 3)) for _ in range(4))
     gamma = 0.5
@@ -352,7 +352,7 @@ def test_reference_exact_minimises_the_quadratic_model_of_the_matching_objective
 
 
 def test_reference_iterations_reach_the_exact_solution():
-    """With the L2 regularizer, many iterations of gradient descent end where ``exact`` jumps."""
+    """With the L2 regularizer, many iterations of gradient descent reach the solution of ``exact``."""
     fishers = [np.eye(d) + 0.1 for d in AUTOENCODER.sizes[1:]]
     for variant in ("locoprop-s", "natural-s"):
         common = {"variant": variant, "fishers": fishers, "lr": 2e-2, "gamma": 3.0}
@@ -488,7 +488,7 @@ def test_exact_problems(variant, problem):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_mean_over_samples_and_positions(variant):
-    """``local_reduction="mean"`` divides by all rows, while the loss is divided by the samples."""
+    """``local_reduction="mean"`` divides by all rows; the loss is divided by the samples."""
     changed = settings("rmsprop", lr=3e-4, gamma=2.5, local_reduction="mean")
     assert_library_equals_reference(shallow("tanh", positions=4), variant=variant, **changed)
 
@@ -496,7 +496,7 @@ def test_mean_over_samples_and_positions(variant):
 @pytest.mark.parametrize("solver", ["rmsprop", "exact"])
 @pytest.mark.parametrize("variant", EXACT_VARIANTS)
 def test_learning_rate_schedule(variant, solver):
-    """Warm up, then decay: L2's 1/η, weight decay and momentum follow the learning rate."""
+    """Warm-up, then decay: L2's 1/η, weight decay and momentum use the present learning rate."""
     if solver == "exact":
         options = settings("exact", weight_decay=1e-2)
     else:
@@ -519,7 +519,7 @@ NATURAL_GAMMA = {
 
 @pytest.mark.parametrize("solver", NATURAL_GAMMA)
 def test_natural_targets_over_200_steps(solver: str) -> None:
-    """The Fisher matrices are the library's own samples; all that is done with them is compared."""
+    """The Fisher matrices are sampled by the library; everything computed from them is compared."""
     # D⁻¹ is large where the sampled gradients are small: γ makes up for it
     options = settings(solver, variant="natural-s", gamma=NATURAL_GAMMA[solver], local_steps=3)
     ours = Reference(AUTOENCODER.weights(), list(AUTOENCODER.transfers), True, **options)

@@ -1,4 +1,4 @@
-"""One local iteration is a BackProp step: every variant, transfer and shape of input."""
+"""One local iteration is a BackProp step, for every variant, transfer and input shape."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
 
 
 def sgd_step(model: nn.Module, x: Tensor, y: Tensor, lr: float) -> list[Tensor]:
-    """Where plain SGD goes, by autograd alone."""
+    """Return the weights after a step of plain SGD, by autograd."""
     parameters = list(model.parameters())
     gradients = torch.autograd.grad(cross_entropy(model(x), y), parameters)
     return [p.detach() - lr * g for p, g in zip(parameters, gradients, strict=True)]
@@ -62,7 +62,7 @@ def test_one_iteration_is_backprop(
 @pytest.mark.parametrize("variant", BACKPROP_VARIANTS)
 @pytest.mark.parametrize("activation", ["tanh", "softplus", "softmax"])
 def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activation: str) -> None:
-    """Not by the shortcut through ``p.grad``: δ₀ᵀX, from recorded rows, is γ G as well."""
+    """δ₀ᵀX computed from recorded rows is γ G too, without the shortcut through ``p.grad``."""
     model = network(activation)
     x, y = batch(9, 6), batch(9, 3, seed=2)
     opt = LocoProp(model, variant=variant, gamma=5.0, output_transfer="sigmoid")

@@ -35,7 +35,7 @@ CASES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_parameters_of_any_precision(case: dict[str, Any], dtype: torch.dtype) -> None:
-    """A few steps stay within the dtype's precision of those in float64."""
+    """After a few steps the weights equal those of float64 to the dtype's precision."""
     if case.get("regularizer") == "fisher" and dtype == torch.float16:
         return  # an inverse Fisher matrix overflows float16: such steps are skipped and counted
     results = []
@@ -102,7 +102,7 @@ def test_an_empty_batch_moves_nothing(case: dict[str, Any]) -> None:
 
 
 def test_a_head_of_zeros_with_natural_targets() -> None:
-    """Nothing flows through it: the hidden layers have a zero gradient and a zero Fisher matrix."""
+    """No gradient flows through it: hidden layers have a zero gradient and Fisher matrix."""
     model = network()
     nn.init.zeros_(model[4].weight)
     opt = LocoProp(model, lr=1e-2, variant="natural-s", output_transfer="sigmoid")

@@ -1,8 +1,8 @@
-"""What a step holds beyond a plain one, in numbers: at most what the paper's Table 1 allows.
+"""The memory of a step, in numbers: at most what the paper's Table 1 allows.
 
 For a layer with n inputs, d outputs and b rows the table allows ``O(d n) + O(b (n + d))``. What is kept
-for every layer at once is counted with the constant one; only the layer whose problem is being solved
-has more, and how many times its weights and its outputs is written down here.
+for all layers at once is counted with the constant one. Only the layer whose problem is being solved
+needs more: the constants below say how many times its weights and its outputs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Make = Callable[[nn.Module], Optimizer]
 
 @pytest.fixture(autouse=True, params=["plain", "joined"])
 def _each_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also as large layers are solved on a CPU."""
+    """Run each test with the plain version, and with the fast path for large layers on a CPU."""
     monkeypatch.setattr(cpu_onednn, "LARGE", 0 if request.param == "joined" else torch.inf)
 
 
@@ -55,14 +55,14 @@ def loco(variant: str) -> Make:
 
 
 def kept_by_table(variant: str, b: int) -> int:
-    """The rows of all layers: inputs and gradients; LocoProp-M has no use for the latter."""
+    """Return the size of all layers' rows: inputs and, except for LocoProp-M, gradients."""
     if variant == "locoprop-s":
         return sum(min(b * n, n * n + n) for n, _ in LAYERS)
     return sum(b * n if variant == "locoprop-m" else b * (n + d) for n, d in LAYERS)
 
 
 class Training:
-    """A model in training; the loss of the last step is kept, as it is in most loops."""
+    """A model in training; the loss of the last step stays alive, as in most loops."""
 
     def __init__(self, make: Make, b: int) -> None:
         torch.manual_seed(0)
@@ -85,7 +85,7 @@ class Training:
 
 
 def kept(make: Make, b: int) -> int:
-    """Numbers held between the backward pass and the step."""
+    """Return how many numbers are kept between the backward pass and the step."""
     training = Training(make, b)
     with LiveBytes() as count:
         training.backward()
@@ -93,7 +93,7 @@ def kept(make: Make, b: int) -> int:
 
 
 def peak(make: Make, b: int, steps: int = 1) -> int:
-    """The most numbers held at a time in a step, besides weights and the optimizer's state."""
+    """Return the peak of numbers in a step, without weights and optimizer state."""
     training = Training(make, b)
     with LiveBytes() as count:
         training.steps(steps)
@@ -109,7 +109,7 @@ def test_what_is_kept_of_all_layers(variant: str, b: int) -> None:
 @each_variant
 @each_batch
 def test_the_peak_adds_the_work_on_one_layer(variant: str, b: int) -> None:
-    """In the backward pass the rest is as in a plain step; in the step, only gradients are there."""
+    """The backward pass needs what a plain one needs; the step starts with only gradients left."""
     work = WORK_ON_WEIGHTS * WEIGHTS + WORK_ON_OUTPUTS[variant] * b * OUTPUTS
     if variant == "locoprop-s":
         work += max(n * n + n for n, _ in LAYERS)  # XᵀX, of a layer whose rows were kept
@@ -120,7 +120,7 @@ def test_the_peak_adds_the_work_on_one_layer(variant: str, b: int) -> None:
 
 @each_variant
 def test_state_is_two_numbers_a_weight(variant: str) -> None:
-    """RMSProp's; Adam, in the same row of the table, has as many."""
+    """RMSProp has two numbers for each weight, as Adam has in the same row of the table."""
     training = Training(loco(variant), 8)
     held = sum(t.numel() for state in training.opt.state.values() for t in state.values())
     assert held == 2 * sum(d * (n + 1) for n, d in LAYERS)
@@ -138,7 +138,7 @@ CLOSED_FORM = Exact(decay=0.9, every=2, damping=1e-3)
 
 
 def held_of_rows(layer: nn.Module, x: Tensor, steps: int = 3, **options: Any) -> list[int]:
-    """Numbers held of a layer's rows after each backward pass; behind it is a norm."""
+    """Return how many numbers of a layer's rows are kept after each backward pass."""
     model = nn.Sequential(layer, nn.GroupNorm(2, 16))
     fallback = lambda params: torch.optim.SGD(params, lr=1e-3)  # noqa: E731
     held = []

@@ -17,7 +17,7 @@ from torch_locoprop.solvers import Exact
 @pytest.mark.parametrize("solver", ["sgd", "rmsprop", "adam", "exact", Exact(decay=0.9, every=2)])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_layer_keeps_its_weights_and_state(solver: str | Exact, first: bool) -> None:
-    """Layer 2 gets a gradient that is not finite; the others go on, and so does it afterwards."""
+    """Layer 2 gets a gradient that is not finite; the others train, and layer 2 does later."""
     model = network()
     opt = LocoProp(model, lr=1e-2, momentum=0.9, solver=solver, output_transfer="sigmoid")
 
@@ -47,7 +47,7 @@ def test_a_layer_keeps_its_weights_and_state(solver: str | Exact, first: bool) -
     backward(2)
     model[2].weight.grad[0, 0] = torch.nan
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # counted, not told again
+        warnings.simplefilter("error")  # counted, without another warning
         opt.step()
     assert opt.skipped_updates["2"] == 2
     backward(3)

@@ -1,4 +1,4 @@
-"""What every user of ``torch.optim`` takes for granted."""
+"""What users of ``torch.optim`` rely on."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_the_optimizer_can_be_collected_and_takes_its_hooks_along() -> None:
 
 
 def test_the_graph_is_freed_after_backward() -> None:
-    """Nothing of a forward pass outlives it: no record without a backward, none after the step."""
+    """No record without a backward pass, and none after the step."""
     model, opt = make()
     x = batch(8, 6)
     hidden: list[weakref.ref[Tensor]] = []
@@ -207,7 +207,7 @@ def test_capturable_says_whether_a_step_waits_for_nothing(
 
 
 def test_state_and_weights_are_written_in_place() -> None:
-    """What a captured graph relies on: the second step writes where the first one did."""
+    """CUDA graphs rely on it: the second step writes to the same tensors as the first."""
     model, opt = make(solver="adam", momentum=0.9)
     step(model, opt)
     places = [p.data_ptr() for p in model.parameters()]

@@ -1,4 +1,4 @@
-"""The README's example learns as it stands, and its table is made of the committed runs."""
+"""The README's example learns without changes, and its table matches the committed runs."""
 
 import importlib.util
 import re

@@ -1,4 +1,4 @@
-"""Save, load, continue: bit for bit what an uninterrupted run gives."""
+"""A run that is saved, loaded and continued equals an uninterrupted run, bit for bit."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_resumed_run_is_bit_identical(case: dict[str, Any]) -> None:
 
 
 def test_the_state_matters() -> None:
-    """The same weights without the optimizer's state do end elsewhere."""
+    """Without the optimizer's state the weights differ: the test above can fail."""
     model, opt = make({"lr": 1e-3})
     train(model, opt, range(5))
     fresh, other = make({"lr": 1e-3})
@@ -108,7 +108,7 @@ def test_state_follows_a_change_of_dtype() -> None:
 
 
 def test_state_follows_a_change_of_device() -> None:
-    """The meta device stands in for an accelerator: every tensor of the state moves along."""
+    """The meta device replaces an accelerator: every tensor of the state moves to it."""
     model, opt = make({"lr": 1e-3})
     train(model, opt, range(2))
     elsewhere = network().to("meta")
@@ -154,7 +154,7 @@ def test_a_state_of_another_optimizer_is_refused() -> None:
 
 
 def test_a_state_that_knows_fewer_settings_loads() -> None:
-    """As one saved before a setting came; it has that setting's default."""
+    """A state saved before a setting existed gets the default of the setting."""
     model, opt = make({})
     train(model, opt, range(2))
     state = deepcopy(opt.state_dict())

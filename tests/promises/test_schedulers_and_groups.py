@@ -1,4 +1,4 @@
-"""Schedulers and per-layer overrides reach the local iterations."""
+"""The local iterations use schedules and settings of parameter groups."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ OVERRIDES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("override", OVERRIDES, ids=lambda own: next(iter(own)))
 def test_a_group_overrides_any_setting_for_its_layer(override: dict[str, Any]) -> None:
-    """The overridden layer moves as if all had the override, the others as if none had."""
+    """The layer moves as if all layers had the setting, the others as if none had."""
     base = {"lr": 1e-3, "momentum": 0.9}
     model = network()
     groups = [
@@ -164,7 +164,7 @@ def test_settings_that_have_no_effect_are_named() -> None:
 
 
 def test_a_part_of_the_model() -> None:
-    """Layers that are not given are not touched; their layer's other tensor is held fixed."""
+    """Parameters that are not given to the optimizer do not change."""
     model = network()
     before = weights(model)
     x = batch(8, 6)
@@ -200,7 +200,7 @@ def test_add_param_group_serves_a_layer_that_came_later() -> None:
 
 @pytest.mark.parametrize("second", ["adam", "momentum", "adagrad"])
 def test_a_solver_that_replaces_another_begins_anew(second: str) -> None:
-    """Also after a resumption; RMSProp's momentum is not Momentum's, nor its average Adagrad's sum."""
+    """Also in a resumed run; state entries of the same name have another meaning."""
     model = network()
     opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
     step(model, opt)
@@ -304,7 +304,7 @@ def test_a_batch_that_was_dropped_does_not_keep_a_variant_from_being_taken() -> 
 
 @pytest.mark.parametrize("setting", [{"max_rows": 3}, {"local_steps": 5}, {"gate": True}])
 def test_other_settings_are_taken_from_the_next_forward_pass_on(setting: dict[str, Any]) -> None:
-    """Of one iteration nothing was kept, so what five of them need has to be asked for."""
+    """One iteration keeps no rows, so the next forward pass must record what five need."""
     model = network()
     own = {"lr": 1e-2, "gamma": 20.0, "solver": "sgd", "local_steps": 1}
     opt = LocoProp(model, **own, output_transfer="sigmoid")

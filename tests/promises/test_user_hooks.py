@@ -1,4 +1,4 @@
-"""Hooks and copies that users put on the same modules keep working, and see the same tensors."""
+"""Users' hooks on the same modules, and copies of the model, keep working and see the same tensors."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_shallow_copy_of_a_layer_is_ignored() -> None:
 
 
 def test_the_optimizer_can_be_removed_for_good() -> None:
-    """Swap it back: a model that outlives its optimizer trains as if it had never been."""
+    """A model whose optimizer was deleted trains as if it never had one."""
     model, other = network(), network()
     opt = LocoProp(model, lr=1e-2)
     del opt
@@ -125,7 +125,7 @@ def test_pocoprop_tells_that_it_does_not_see_hooks_on_parameters(variant: str) -
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 def test_a_copy_made_before_a_step_has_neither_gradients_nor_rows(copied) -> None:  # type: ignore[no-untyped-def]
-    """PyTorch copies parameters without their gradients, and rows go with these."""
+    """PyTorch copies parameters without gradients, and recorded rows belong to gradients."""
     model, x = network(), batch(8, 6)
     opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
     model(x).square().sum().backward()

@@ -1,4 +1,4 @@
-"""What a backward pass leaves behind, and what not; tests/promises/loops has whole training loops."""
+"""What backward passes record. Whole training loops are in tests/promises/loops."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def into_inputs(loss: Tensor, x: Tensor) -> None:
 def test_passes_that_only_ask_for_other_gradients_leave_nothing(
     ask: Callable[[Tensor, Tensor], None],
 ) -> None:
-    """Saliency maps, attacks: a whole epoch of them may pass without a step."""
+    """Saliency maps or attacks may run for a whole epoch without a step: nothing accumulates."""
     model, hidden = network(), []
     opt = LocoProp(model, output_transfer="sigmoid")
     model[1].register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out)))
@@ -83,7 +83,7 @@ def test_maximize_is_the_negated_loss(variant: str) -> None:
 
 
 def test_a_layer_whose_gradient_is_none() -> None:
-    """A function that returns no gradient for its input stops the pass; nothing breaks."""
+    """A function that returns no gradient for its input stops the pass without an error."""
 
     class Stop(torch.autograd.Function):
         @staticmethod
@@ -105,7 +105,7 @@ def test_a_layer_whose_gradient_is_none() -> None:
 
 
 @pytest.mark.parametrize("retain", [False, True])
-def test_inputs_are_let_go_with_the_step_even_while_the_loss_is_kept(retain: bool) -> None:
+def test_inputs_are_freed_with_the_step_even_while_the_loss_is_kept(retain: bool) -> None:
     model = network()
     opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
     hidden: list[weakref.ref[Tensor]] = []
@@ -113,11 +113,11 @@ def test_inputs_are_let_go_with_the_step_even_while_the_loss_is_kept(retain: boo
     loss = cross_entropy(model(X), Y)
     loss.backward(retain_graph=retain)
     storage = opt._layers[1].calls[0].x.untyped_storage()
-    cells = list(opt._hooks._pending_calls)
-    assert all((cell.call is not None) == retain for cell in cells)
+    pending = list(opt._hooks._pending_calls)
+    assert all((each.call is not None) == retain for each in pending)
     opt.step()
-    assert all(cell.call is None for cell in cells)
+    assert all(each.call is None for each in pending)
     assert storage.nbytes() == 8 * 5 * 8
     if not retain:
-        assert hidden[0]() is None  # autograd has freed it, and nobody else holds it
+        assert hidden[0]() is None  # autograd has freed it, and no other object holds it
     assert loss.grad_fn is not None

@@ -1,4 +1,7 @@
-"""Layers keep XᵀX instead of their inputs, or neither, where a step needs no more: the same steps."""
+"""Layers keep XᵀX in place of their inputs, or neither, if a step needs no more.
+
+The steps equal those of layers that keep all rows.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ Train = Callable[..., list[Tensor]]
 
 
 def normed() -> nn.Sequential:
-    """Layers with a norm behind them have no transfer and take LocoProp-S."""
+    """Return a model with norms after its layers: they have no transfer and take LocoProp-S."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
@@ -75,7 +78,7 @@ def made(name: str) -> nn.Sequential:
 
 
 def held(opt: LocoProp, size: Callable[[Tensor], int] = Tensor.numel) -> list[int]:
-    """The numbers that each layer keeps of its rows."""
+    """Return the number of entries that each layer keeps of its rows."""
     found = []
     for layer in opt._layers:
         kept = [t for call in layer.calls for t in (call.x, call.g, call.v) if t is not None]
@@ -86,7 +89,7 @@ def held(opt: LocoProp, size: Callable[[Tensor], int] = Tensor.numel) -> list[in
 
 
 def keep_rows(opt: LocoProp) -> None:
-    """As the plain version does, in the next step."""
+    """Make all layers keep their rows in the next step."""
     for layer in opt._layers:
         layer.use_of_rows = None
 
@@ -97,7 +100,7 @@ def condensed(opt: LocoProp) -> list[bool]:
 
 @pytest.fixture
 def by_rows(monkeypatch: pytest.MonkeyPatch) -> Train:
-    """A function that trains with all inputs kept, as the plain version does."""
+    """Return a function that trains with layers that keep all rows."""
 
     def train(name: str = "linear", how: dict[str, Any] | None = None, **options: Any) -> Any:
         with monkeypatch.context() as patch:
@@ -112,7 +115,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> Train:
 
 
 def both(by_rows: Train, name: str = "linear", how: Any = None, **options: Any) -> None:
-    """The steps are those by rows."""
+    """Check that the steps equal those of layers that keep all rows."""
     model = made(name)
     assert_close(
         steps(loco(model, **options), model, **(how or {})), by_rows(name, how, **options), 1e-11
@@ -208,7 +211,7 @@ def test_few_rows_are_smaller_than_their_products() -> None:
 @pytest.mark.parametrize("solver", ["sgd", *CLOSED_FORMS])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mixture_is_one_problem(name: str, solver: str) -> None:
-    """One call with many rows and one with few."""
+    """One call has many rows and keeps XᵀX; another has few and keeps them."""
     results = []
     for patched in (False, True):
         model = made(name)
@@ -239,7 +242,7 @@ def test_closed_forms_are_the_same(
 
 
 def test_what_closed_forms_keep() -> None:
-    """XᵀX; nothing where neither an average nor an inverse is made anew."""
+    """A closed form keeps XᵀX, and nothing in steps that renew neither average nor inverse."""
     small = [n * n + n for n in (6, 5, 4)]
     for name, kept in {"plain": [small] * 4, "all": [small] * 4, "now and then": None}.items():
         model = network()
@@ -253,7 +256,7 @@ def test_what_closed_forms_keep() -> None:
 
 
 def test_a_closed_form_in_single_precision_has_products_in_double() -> None:
-    """By rows it goes to float64 where inputs are large: products in float32 would spoil that."""
+    """For large inputs XᵀX in float32 would be too inaccurate for the closed form."""
     results = []
     for patched in (False, True):
         torch.manual_seed(0)
@@ -306,7 +309,7 @@ def test_of_drawn_rows_the_steps_are_the_same(
 
 
 def test_iterations_on_drawn_rows_by_hand() -> None:
-    """All rows in the first gradient; those drawn, each for four, in what is added to it."""
+    """The first gradient uses all rows; its changes use the drawn rows, each counted four times."""
     torch.manual_seed(0)
     model, lr, gamma = nn.Linear(6, 3).double(), 1e-2, 10.0
     opt = loco(model, solver="sgd", lr=lr, local_steps=3, local_decay="constant", max_rows=10)
@@ -330,7 +333,7 @@ def test_iterations_on_drawn_rows_by_hand() -> None:
 @pytest.mark.parametrize("solver", ["sgd", *CLOSED_FORMS])
 @pytest.mark.parametrize("name", MODELS)
 def test_calls_of_several_sizes_are_one_problem(name: str, solver: str) -> None:
-    """Some rows of many as products, some of many as they are, and all of few."""
+    """Calls that keep XᵀX of some rows, some rows, and all rows make one problem."""
     results = []
     for patched in (False, True):
         model = made(name)
@@ -357,7 +360,10 @@ def test_calls_of_several_sizes_are_one_problem(name: str, solver: str) -> None:
 def test_of_some_rows_never_more_is_held_than_of_all(
     max_rows: int, options: dict[str, Any]
 ) -> None:
-    """At two iterations, 200 rows of the last layer are less work as they are: all are not."""
+    """With max_rows= a layer never keeps more memory than without.
+
+    With two iterations, 200 rows of the last layer are cheaper than XᵀX, but all 1000 are not.
+    """
     found = []
     for most in (None, max_rows):
         torch.manual_seed(0)
@@ -441,7 +447,7 @@ def test_a_closed_form_that_is_not_renewed_keeps_nothing(
 
 @pytest.mark.parametrize("max_rows", [None, 7])
 def test_another_closed_form_begins_with_rows_of_its_own(max_rows: int | None) -> None:
-    """Changed before the forward pass of a step in which the former would not have been renewed."""
+    """The solver is changed before a step in which the old one would have kept nothing."""
     model = network()
     first, second = (Exact(every=3, damping=damping) for damping in (1.0, 2.0))
     groups = [
@@ -495,7 +501,7 @@ def test_a_layer_is_condensed_once_its_transfer_is_known_to_be_missing() -> None
 @pytest.mark.parametrize("max_rows", [None, 9])
 @pytest.mark.parametrize("solver", ["rmsprop", *CLOSED_FORMS])
 def test_a_resumed_run_rounds_as_the_one_that_went_on(solver: str, max_rows: int | None) -> None:
-    """Which knows no transfers before its first step, and keeps the rows of all calls until then."""
+    """A resumed run knows no transfers before its first step, and keeps all rows until then."""
     own = {"variant": "locoprop-m", "solver": CLOSED_FORMS.get(solver, solver)}
     own |= {"max_rows": max_rows}
     model = normed()
@@ -510,7 +516,7 @@ def test_a_resumed_run_rounds_as_the_one_that_went_on(solver: str, max_rows: int
 
 
 def test_a_transfer_that_is_found_late() -> None:
-    """A layer whose weight was used without its forward, and then is called."""
+    """In the first step the layer's weight is used without its forward."""
     results = []
     for patched in (False, True):
         model = network()
@@ -580,7 +586,7 @@ def test_settings_that_change_after_the_backward_pass(
 
 
 def test_an_error_comes_before_any_layer_is_written() -> None:
-    """The last layers are solved first; here only the first one lacks its rows."""
+    """The last layers are solved first; here only the first layer lacks its rows."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 40), nn.Tanh(), nn.Linear(40, 3))
     opt = LocoProp(model.double(), variant="locoprop-s", local_steps=4, output_transfer="softmax")
     start = weights(model)
@@ -605,7 +611,7 @@ def test_products_in_single_precision_do_for_no_closed_form() -> None:
 
 
 class Shrink(Target):
-    """``a* = 0.9 a``, which no gradient tells."""
+    """The target ``a* = 0.9 a``, which needs no gradient."""
 
     needs = frozenset()
 
@@ -622,7 +628,7 @@ def test_a_target_that_starts_from_its_rows_keeps_them(by_rows: Train, local_ste
 
 
 class Rewritten(Exact):
-    """A closed form that looks at its rows."""
+    """A closed form that reads its rows."""
 
     def solve(self, problem: Any, *rest: Any) -> Any:
         assert problem.inputs.shape[-2] == len(X)

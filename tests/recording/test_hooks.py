@@ -1,4 +1,4 @@
-"""What is recorded, whatever the model and the loop look like. Each is compared with a plain run."""
+"""What hooks record for many kinds of models and loops, compared with a plain run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_locoprop import LocoProp
 
 
 def train(model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
-    """Three steps of LocoProp-M; the weights they lead to."""
+    """Return the weights after three steps of LocoProp-M."""
     opt = LocoProp(model, lr=1e-2, momentum=0.9, output_transfer="sigmoid")
     for seed in range(3):
         x = batch(8, 6, seed=seed)
@@ -27,7 +27,7 @@ def train(model: nn.Module, forward: Callable[[Tensor], Tensor] | None = None) -
 
 
 class Net(nn.Module):
-    """Two layers and an activation between them, given as a function."""
+    """Two layers with a given function between them."""
 
     def __init__(self, activation: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_in_place_activations(activation: Callable[[Tensor], Tensor]) -> None:
 def test_inputs_of_any_number_of_dimensions(
     shape: tuple[int, ...], in_place: bool, bias: bool
 ) -> None:
-    """The rows are the same, so the weights are."""
+    """The rows are the same for all shapes, so the weights are equal."""
     torch.manual_seed(0)
     flat = nn.Sequential(nn.Linear(6, 5, bias=bias), nn.ReLU(), nn.Linear(5, 3, bias=bias)).double()
     torch.manual_seed(0)
@@ -155,7 +155,7 @@ def test_a_functional_use_of_a_weight_takes_a_backprop_step() -> None:
 
 
 def test_a_penalty_on_the_weights_is_part_of_the_problem() -> None:
-    """``p.grad`` counts, not only what flows through the layer."""
+    """The problem uses ``p.grad``, not only the gradient that flows through the layer."""
     model = Net(torch.tanh)
     opt = LocoProp(model, lr=1e-2, solver="sgd", local_steps=1, gamma=1.0)
     x = batch(8, 6)
@@ -167,7 +167,7 @@ def test_a_penalty_on_the_weights_is_part_of_the_problem() -> None:
 
 
 class Refused(nn.Module):
-    """One module of each kind that has no local problem, around one layer that has."""
+    """One module of each kind without a local problem, and one layer with a local problem."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_a_layer_that_is_not_called_is_told_of_until_it_is(variant: str) -> None
 
 
 def test_once_transfers_are_known_the_graph_is_the_users_own() -> None:
-    """Activations in place, on outputs that are views: the same steps as by others, bit for bit."""
+    """In-place activations on views take the same steps as others, bit for bit."""
     results = []
     for act in (F.relu_, F.relu):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""max_rows=: some rows for the curvature, all of them for the first gradient."""
+"""max_rows=: the curvature uses some rows, the first gradient uses all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def after_a_step(x: Tensor, y: Tensor, model: nn.Module | None = None, **options
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_copies_of_the_same_rows_may_be_left_out(variant: str, reduction: str) -> None:
-    """One row, eight times: whichever are drawn, they stand for all."""
+    """All eight rows are equal, so any of them can replace the others."""
     x, y = batch(1, 6).repeat(8, 1), batch(1, 3, seed=2).repeat(8, 1)
     own = {"variant": variant, "local_reduction": reduction}
     assert_close(after_a_step(x, y, max_rows=2, **own), after_a_step(x, y, **own))
@@ -93,7 +93,7 @@ def test_uneven_calls_count_by_their_size() -> None:
 
 
 def test_two_backward_passes_through_one_call_keep_the_same_rows() -> None:
-    """PocoProp adds the rows' gradients of both passes: they must be of the same rows."""
+    """PocoProp adds the gradients of rows of both passes, which must be the same rows."""
     x, y = batch(9, 6), batch(9, 3, seed=2)
     results = []
     for halves in (False, True):

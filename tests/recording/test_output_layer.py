@@ -1,4 +1,4 @@
-"""Which layer is the output, and that the transfer inside the loss goes to it alone."""
+"""Which layer is the output, and that only it gets the transfer inside the loss."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_layer_in_front_of_one_that_is_not_given() -> None:
 
 
 class TiedHead(nn.Module):
-    """A residual block in front of a head that shares the embedding's weight."""
+    """A residual block before a head that shares the embedding's weight."""
 
     def __init__(self, functional: bool) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_layer_in_front_of_a_tied_head(functional: bool) -> None:
 
 
 def test_labels_are_drawn_at_a_head_that_falls_back() -> None:
-    """The sampled gradient starts at the tied head, seven wide, not at the last served layer."""
+    """Sampled gradients start at the tied head, not at the last layer with a local problem."""
     torch.manual_seed(0)
     model = TiedHead(functional=False)
     opt = LocoProp(
@@ -162,7 +162,7 @@ def test_a_softmax_over_something_else_than_the_features(
 
 
 def test_an_explicit_transfer_does_not_make_an_output() -> None:
-    """Nor does it in later steps, when the graph is no longer searched."""
+    """Also in later steps, when the autograd graph is no longer searched."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     opt = LocoProp(model, variant="proxprop", transfers={"0": "tanh"})
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_parameters_that_are_no_longer_the_layers_own(how: str) -> None:
 
 
 class Followed(nn.Module):
-    """Ends in operations without parameters, behind a transfer."""
+    """A model that ends in operations without parameters after a transfer."""
 
     def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -328,7 +328,7 @@ def of_the_difference(a: Tensor) -> Tensor:
 def test_what_a_loss_does_with_the_output_does_not_matter(
     loss: Callable[[Tensor], Tensor], closure: bool
 ) -> None:
-    """The transfer inside it is given, whether the loss itself can be searched or not."""
+    """output_transfer= is used whether or not the loss itself can be searched."""
     model = tanh_net()
     opt = LocoProp(model, lr=1e-4, output_transfer="sigmoid")
 
@@ -350,7 +350,7 @@ def test_what_a_loss_does_with_the_output_does_not_matter(
     "end", [lambda p: p, torch.log, lambda p: p.clamp(1e-6, 1), lambda p: p.transpose(0, 1)]
 )
 def test_a_transfer_in_the_model_that_is_given_too(end: Callable[[Tensor], Tensor]) -> None:
-    """It is the output's; labels are drawn from it."""
+    """The output layer gets the transfer, and labels are drawn from it."""
 
     class Probabilities(nn.Module):
         def __init__(self) -> None:

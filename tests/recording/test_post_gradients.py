@@ -1,7 +1,7 @@
-"""∂L/∂y of a layer some of whose calls, or backward passes, show no transfer: there ∂L/∂a tells it.
+"""∂L/∂y of layers for which some calls, or some backward passes, show no transfer.
 
-tanh is strictly increasing, so both ways lead to the same numbers, and a run in which the transfer is
-hidden now and then is the run in which it never is.
+There ∂L/∂y is computed from ∂L/∂a. The transfer tanh is strictly increasing, so the numbers are the
+same, and a run in which the transfer is sometimes hidden equals a run in which it never is.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class _Tanh(torch.autograd.Function):
 
 
 def hidden(a: Tensor) -> Tensor:
-    """tanh, in an operation that no search knows."""
+    """Return tanh by an operation that the search does not know."""
     return _Tanh.apply(a)  # type: ignore[no-untyped-call]
 
 
 class Twice(nn.Module):
-    """Calls one layer on each half of the rows, with a function of its own behind each."""
+    """Calls one layer on each part of the rows, with another function after each call."""
 
     def __init__(self, kind: str, first: Function = torch.tanh, second: Function = torch.tanh):
         super().__init__()
@@ -86,7 +86,7 @@ def test_calls_that_hide_the_transfer(
 
 @each_variant
 def test_a_call_that_hides_it_once_it_is_known(variant: str) -> None:
-    """A transfer that was found holds for later calls too."""
+    """A transfer that was found is used for later calls too."""
     results = []
     for later in (hidden, torch.tanh):
         model = Twice("linear")

@@ -1,4 +1,4 @@
-"""The transfer behind each layer, from the autograd graph, as ``summary()`` prints it."""
+"""The transfer after each layer, found in the autograd graph, as ``summary()`` prints it."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_the_wrong_transfer_makes_a_difference() -> None:
 def test_an_explicit_transfer_that_is_not_the_graphs_own_still_starts_at_backprop(
     variant: str,
 ) -> None:
-    """∂L/∂y is then pulled back through the given transfer, not read behind the other one."""
+    """∂L/∂y is computed from ∂L/∂a through the given transfer."""
     torch.manual_seed(0)
     model = Net(torch.tanh)
     opt = LocoProp(model, lr=1e-2, variant=variant, solver="sgd", transfers={"one": "softplus"})

@@ -1,4 +1,4 @@
-"""opt.diagnostics(): its numbers against the step itself, its forms, and no cost when off."""
+"""opt.diagnostics(): its numbers, its table and scalars, and no cost without diagnose=True."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LR, GAMMA = 0.05, 4.0
 
 
 def stepped(**options: Any) -> tuple[nn.Sequential, LocoProp, list[Tensor], list[Tensor]]:
-    """The model and optimizer after a step, where the weights were, and their gradients."""
+    """Return model and optimizer after a step, the weights before it, and their gradients."""
     model = network()
     given = {"solver": "sgd", "local_steps": 6, "variant": "locoprop-s", **options}
     opt = LocoProp(model, lr=LR, gamma=GAMMA, output_transfer="sigmoid", diagnose=True, **given)
@@ -92,7 +92,7 @@ def test_a_layer_that_is_frozen_since_is_not_listed() -> None:
 
 
 def test_local_losses_are_those_of_the_layer_by_hand() -> None:
-    """½‖a − a*‖² after less before, with the layer's own forward and ∂L/∂a by autograd."""
+    """The change of ½‖a − a*‖² is computed with the layer's forward and ∂L/∂a from autograd."""
     model, opt, before, _ = stepped()
     fresh = network()
     a0 = fresh[0](X)
@@ -155,7 +155,7 @@ def printed(rows: Diagnostics, width: int = 80) -> str:
 
 
 def test_the_table_fits_into_80_columns() -> None:
-    """With numbers that need the most room, of a layer with a long name, none of them is cut."""
+    """No number is cut, even with the longest numbers and a long layer name."""
     row = stepped()[1].diagnostics()[0]
     wide = dict.fromkeys(HEADINGS, -1.234567e-05)
     wide |= {"gated": 1234, "capped": 123, "skipped": 1234, "milliseconds": 1234.5}
@@ -176,7 +176,7 @@ INTEGRALS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Seen:
-    """What a layer of ``network()`` sees of a batch and of its loss, by autograd."""
+    """Input, pre-activation, output and gradients of a layer of ``network()``, by autograd."""
 
     def __init__(
         self, model: nn.Sequential, index: int, x: Tensor, y: Tensor, share: float
@@ -195,7 +195,7 @@ class Seen:
 
 
 def local_loss(variant: str, seen: Seen, times: float, weight: Tensor, bias: Tensor) -> Tensor:
-    """The loss of each row as the paper has it, with a gradient so many times what was seen."""
+    """Return the paper's local loss of each row, with the recorded gradient times ``times``."""
     step, integral = GAMMA * times, INTEGRALS[seen.name]
     a = seen.x @ weight.T + bias
     f = torch.sigmoid(a) if seen.name == "sigmoid" else torch.tanh(a)
@@ -216,7 +216,7 @@ def local_loss(variant: str, seen: Seen, times: float, weight: Tensor, bias: Ten
     "variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m", "proxprop"]
 )
 def test_losses_before_and_after(variant: str, reduction: str, parts: int, clip: bool) -> None:
-    """In the second step too, when layers keep no more than they need."""
+    """The second step is checked too, in which layers keep no more than they need."""
     model = network()
     opt = LocoProp(
         model, lr=1e-3, gamma=GAMMA, output_transfer="sigmoid", solver="sgd", local_steps=6,
@@ -249,7 +249,7 @@ def test_losses_before_and_after(variant: str, reduction: str, parts: int, clip:
 
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
 def test_losses_of_some_rows(variant: str) -> None:
-    """With max_rows=, those that are kept, each for as many as it stands for."""
+    """With max_rows= each kept row counts for several."""
     model = network()
     opt = LocoProp(
         model, lr=1e-3, gamma=GAMMA, output_transfer="sigmoid", solver="sgd", local_steps=6,
@@ -287,7 +287,7 @@ def test_losses_where_a_bias_is_frozen(variant: str) -> None:
 
 
 def test_losses_behind_a_linear_transfer_leave_nothing_out() -> None:
-    """There the matching loss is the squared one, whether rows are kept or XᵀX."""
+    """The matching loss of a linear transfer is the squared loss, from rows and from XᵀX."""
     for rows in (3, 40):
         model = network("linear", sizes=(6, 3))
         opt = LocoProp(model, lr=LR, gamma=GAMMA, output_transfer="linear", diagnose=True)
@@ -342,7 +342,7 @@ def test_between_the_steps_of_every_the_losses_are_those_of_s() -> None:
 
 
 class Tied(nn.Module):
-    """The first weight is used by its layer, and once more outside of it."""
+    """A model that uses the first layer's weight also outside of the layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -384,7 +384,7 @@ def test_losses_that_are_not_known_are_left_out() -> None:
 
 
 class Mine(Target):
-    """A target that asks for rows' gradients itself."""
+    """A target that needs gradients of rows."""
 
     def __call__(self, a: Tensor, transfer: Any, g: Any, v: Any, gamma: Any) -> Tensor:
         return a - gamma * g  # type: ignore[no-any-return]
@@ -414,7 +414,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("parts", [1, 2], ids=["", "accumulated"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_measuring_changes_no_bit(name: str, parts: int) -> None:
-    """Nor which products the iterations of narrow layers go by: see the last of the settings."""
+    """Also for the last setting, where measuring must not change the choice between rows and XᵀX."""
     ends = []
     for diagnose in (True, False):
         model = network(sizes=(6, 2, 4, 3))
@@ -453,7 +453,7 @@ def counts(opt: LocoProp) -> list[tuple[int, int, int]]:
 
 
 def ruined(model: nn.Sequential, opt: LocoProp) -> None:
-    """A step whose gradients are not finite."""
+    """Take a step whose gradients are not finite."""
     opt.zero_grad()
     cross_entropy(model(X), Y).backward()
     for p in model.parameters():

@@ -1,4 +1,4 @@
-"""Parameters with no local problem: trained by the fallback, seen by schedulers and state dicts."""
+"""The fallback trains parameters without a local problem; schedulers and state dicts see them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_resume_with_a_fallback_is_bit_identical() -> None:
 
 
 def test_a_fallback_with_state_from_the_start() -> None:
-    """Adagrad fills its state in the constructor."""
+    """Adagrad creates its state in the constructor."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).double()
     opt = LocoProp(model, fallback=lambda p: torch.optim.Adagrad(p, lr=0.1))
@@ -123,7 +123,7 @@ def test_add_param_group_may_make_the_first_fallback() -> None:
 
 
 def test_a_weight_that_is_no_plain_tensor_falls_back() -> None:
-    """As FSDP's and tensor parallelism's are not, which need processes."""
+    """Such as a DTensor of FSDP or tensor parallelism, which would need several processes."""
     model = network()
     model[0].weight = nn.Parameter(TwoTensor(torch.ones(5, 6), torch.ones(5, 6)))
     opt = LocoProp(model, fallback=lambda params: torch.optim.SGD(params, lr=0.1))

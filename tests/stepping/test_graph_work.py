@@ -1,4 +1,4 @@
-"""The key of a CUDA graph has every setting, so that no change of one replays stale work."""
+"""The key of a CUDA graph contains every setting, so that no change replays stale work."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def test_a_changed_setting_is_another_key_or_is_read_from_the_device(name: str) 
 
 
 def test_groups_whose_rates_part_are_another_key() -> None:
-    """Groups at one rate read it from one place, and from two when the rates differ."""
+    """Groups with equal rates read them from one tensor, otherwise from two."""
     model = network()
     *most, last = model.parameters()
     opt = LocoProp(

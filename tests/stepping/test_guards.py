@@ -1,4 +1,4 @@
-"""Cap, gate, every, layers and the control run: each does what it says, and nothing when off."""
+"""cap=, gate=, every=, layers= and apply="nothing": what they do, and that they are off by default."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def loco(model: nn.Module, **options: Any) -> LocoProp:
 
 
 def stepped(steps: int = 1, **options: Any) -> tuple[nn.Sequential, LocoProp, list[Tensor]]:
-    """The model after some steps, its optimizer, and what each tensor moved in the last."""
+    """Return the model after some steps, its optimizer, and each tensor's change in the last step."""
     model = network()
     opt = loco(model, **options)
     before = weights(model)
@@ -69,7 +69,7 @@ def given(outer: str | None) -> dict[str, Any]:
 
 
 def layers(tensors: list[Tensor]) -> list[Tensor]:
-    """Weight and bias of each layer as one vector."""
+    """Return weight and bias of each layer as one vector."""
     pairs = zip(tensors[::2], tensors[1::2], strict=True)
     return [torch.cat([weight.flatten(), bias]) for weight, bias in pairs]
 
@@ -81,7 +81,7 @@ def capped(opt: LocoProp) -> list[int]:
 @pytest.mark.parametrize("outer", [None, *OUTER])
 @pytest.mark.parametrize("cap", [1e-3, 0.02])
 def test_the_cap_is_relative_to_the_weight(cap: float, outer: str | None) -> None:
-    """It bounds what is written: an outer optimizer makes of a gradient's length what it likes."""
+    """With an outer optimizer the cap limits what that optimizer writes."""
     free = stepped(**given(outer))[2]
     _, opt, moved = stepped(cap=cap, **given(outer))
     shortened = []
@@ -99,7 +99,7 @@ def test_the_cap_is_relative_to_the_weight(cap: float, outer: str | None) -> Non
 
 @pytest.mark.parametrize("outer", [None, "sgd"])
 def test_the_cap_is_relative_to_the_backprop_step(outer: str | None) -> None:
-    """Plain SGD's is that step: the cap is relative to what the outer optimizer would have done."""
+    """The BackProp step is that of plain SGD, also for an outer optimizer."""
     lengths = [0.05 * 4.0 * g.norm() for g in layers(gradients(network()))]
     moved = layers(stepped(cap=1.5, cap_by="backprop", **given(outer))[2])
     free = layers(stepped(**given(outer))[2])
@@ -123,7 +123,7 @@ def test_a_wide_cap_changes_nothing(local_steps: int, outer: str | None, cap_by:
 @pytest.mark.parametrize("outer", [None, *OUTER])
 @pytest.mark.parametrize("bias", [0.0, 1e-9])
 def test_biases_that_start_at_zero_move(bias: float, outer: str | None, cap_by: str) -> None:
-    """As far as the layer may, from zero and from next to it."""
+    """A bias at zero, or near it, moves as far as the layer's cap allows."""
     moved = []
     for start in (bias, 0.1):
         model = network()
@@ -141,7 +141,7 @@ def test_biases_that_start_at_zero_move(bias: float, outer: str | None, cap_by: 
 
 @pytest.mark.parametrize("outer", [None, "sgd", "adamw"])
 def test_a_weight_of_zero_is_not_capped(outer: str | None) -> None:
-    """The second matrix of a LoRA pair: zero at first, and capped by its norm from then on."""
+    """As the second matrix of a LoRA pair: free in the first step, capped by its norm after it."""
 
     def after(steps: int, cap: float | None) -> Tensor:
         torch.manual_seed(0)
@@ -192,7 +192,7 @@ def test_the_factor(dtype: torch.dtype) -> None:
 
 
 def test_a_layer_whose_local_loss_rises_takes_the_backprop_step() -> None:
-    """A rate far beyond 2/λ of the quadratic: iterations grow, and the local loss with them."""
+    """At a learning rate far beyond 2/λ the iterations diverge, and the local loss increases."""
     lr, gamma = 5.0, 0.01
     _, opt, moved = stepped(gate=True, lr=lr, gamma=gamma, variant="locoprop-s", local_steps=8)
     expected = [-lr * gamma * g for g in gradients(network())]
@@ -241,7 +241,7 @@ Solved = list[tuple[LocalProblem, dict[str, Tensor]]]
 
 @pytest.fixture(scope="module", params=["locoprop-m", "pocoprop-m", "pocoprop-s"])
 def tiny_steps(request: pytest.FixtureRequest) -> tuple[LocoProp, Solved]:
-    """Five steps in float32 with a gate, far shorter than the digits of a loss tell."""
+    """Five steps in float32 with a gate, so short that rounding hides the change of the loss."""
     torch.manual_seed(0)
     modules: list[nn.Module] = []
     for n, d in pairwise((784, 400, 200, 30, 200, 400, 784)):
@@ -270,14 +270,14 @@ def test_rounding_closes_no_gate(tiny_steps: tuple[LocoProp, Solved]) -> None:
 
 
 def test_a_rise_as_small_closes_it(tiny_steps: tuple[LocoProp, Solved]) -> None:
-    """The same steps, uphill."""
+    """The same steps in the opposite direction are rejected."""
     for problem, new in tiny_steps[1][-6:]:
         uphill = {name: 2 * problem.start[name] - t for name, t in new.items()}
         assert not decreases_objective(problem, uphill)
 
 
 def test_the_objective_has_the_digits_of_a_small_step(tiny_steps: tuple[LocoProp, Solved]) -> None:
-    """Those that the same problem has in float64."""
+    """The change of the objective in float32 equals that in float64."""
     for problem, new in tiny_steps[1][-6:]:
         parts = ("x", "g", "v")
         wide = {name: t.double() for name in parts if (t := getattr(problem, name)) is not None}
@@ -334,7 +334,7 @@ RHO, MU, EPS = 0.8, 0.6, 1e-3
 
 
 def by_hand(solver: str, g: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """TensorFlow's rules at the rate 0.05: what to subtract, and the new state."""
+    """Return what TensorFlow's rule subtracts at rate 0.05, and the new state."""
     m = state["momentum"]
     if solver == "momentum":
         m = MU * m + g
@@ -350,7 +350,7 @@ def by_hand(solver: str, g: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, d
 
 @pytest.mark.parametrize("solver", ["momentum", "rmsprop", "adam"])
 def test_the_steps_between_are_one_iteration_of_the_solver(solver: str) -> None:
-    """With the state that local problems have left, and left for the next of them."""
+    """They use and update the solver's state that the local problems use."""
     model = network()
     options = {"solver": solver, "momentum": MU, "decay": RHO, "eps": EPS, "gamma": 4.0}
     opt = loco(model, every=3, **options)

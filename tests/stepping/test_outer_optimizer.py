@@ -1,4 +1,4 @@
-"""apply="gradient": the local displacement as a gradient for another optimizer."""
+"""apply="gradient": the local displacements are gradients for another optimizer."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_backprop_step_is_the_gradient_to_the_last_bit(
 
 
 def test_a_small_learning_rate_loses_no_digits() -> None:
-    """The displacement is not a difference of weights: in float32 1e-10 times it would vanish."""
+    """The displacement is no difference of weights: in float32 1e-10 of it would vanish."""
     model = network().float()
     plain = copy.deepcopy(model)
     x, y = batch(8, 6).float(), batch(8, 3, seed=2).float()
@@ -194,7 +194,7 @@ def test_muon_is_given_the_closed_form_on_running_averages() -> None:
 
 
 def test_an_optimizer_that_is_there_already() -> None:
-    """Over all parameters, where all have a local problem."""
+    """outer= may be an optimizer of all parameters, if all have a local problem."""
     model = network()
     plain = copy.deepcopy(model)
     opt = loco(model, torch.optim.Adam(model.parameters(), lr=0.01))  # type: ignore[arg-type]
@@ -236,7 +236,7 @@ def test_an_optimizer_of_all_parameters_trains_those_without_a_local_problem_too
 
 
 def test_an_optimizer_of_all_parameters_is_one_with_a_fallback() -> None:
-    """The same steps as an outer optimizer for the layers and a fallback for the rest."""
+    """The steps equal those of an outer optimizer for the layers and a fallback for the rest."""
     results = []
     for together in (True, False):
         model = with_a_norm()
@@ -258,7 +258,7 @@ def test_an_optimizer_of_all_parameters_is_one_with_a_fallback() -> None:
 
 
 def test_what_an_optimizer_of_all_parameters_does_without_local_problems() -> None:
-    """All layers frozen: it goes on with the others."""
+    """With all layers frozen it still trains the other parameters."""
     model, plain = with_a_norm(), with_a_norm()
     opt, adam = loco(model, adam_of(model)), adam_of(plain)  # type: ignore[arg-type]
     for each in (model, plain):
@@ -341,7 +341,7 @@ def test_a_state_dict_of_another_division_is_refused_before_anything_is_loaded(
     ids=str,
 )
 def test_other_steps_of_one_iteration_are_handed_over_as_they_are(options: dict[str, Any]) -> None:
-    """The displacement that would have been written, and not the plain gradient."""
+    """The outer optimizer gets the displacement, not the plain gradient."""
     handed: list[torch.Tensor] = []
 
     class Spy(torch.optim.SGD):
@@ -441,7 +441,7 @@ def test_an_outer_group_without_parameters() -> None:
 
 
 def test_a_layer_that_is_not_called_is_left_to_the_outer_optimizer() -> None:
-    """Gradients that are zero still decay its weight and its momentum."""
+    """Its gradients are zero, but weight decay and momentum still change its weight."""
 
     class Either(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Steps in which no layer has a local problem: for a good reason they pass, otherwise they tell."""
+"""Steps in which no layer has a local problem: allowed for a known reason, otherwise an error."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_closure_without_a_loss_skips_the_batch() -> None:
     assert opt.step(lambda: None) is None
     assert_close(weights(model), before, 0.0)
     with pytest.raises(RuntimeError, match="No layer recorded"):
-        opt.step()  # nobody skipped anything
+        opt.step()  # no reason to skip a step
 
 
 def test_gradients_of_zero_raise_unless_rates_are_zero_too() -> None:

@@ -1,4 +1,4 @@
-"""Kernels run on a GPU, or by Triton's interpreter where there is none."""
+"""Runs the kernels on a GPU, or by Triton's interpreter if there is none."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -27,7 +27,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def _count_with_new_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its numbers are arrays of one entry, which NumPy 2.4 no longer takes for ``range``."""
+    """Let ``range`` take the interpreter's numbers, arrays of one entry that NumPy 2.4 refuses."""
     interpreter = import_module("triton.runtime.interpreter")
     patch = interpreter._patch_lang_tensor
 

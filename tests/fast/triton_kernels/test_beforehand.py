@@ -1,4 +1,7 @@
-"""Whether kernels will take a layer's problem is told beforehand: lanes without them take memory."""
+"""Whether kernels solve a layer's problem is known before the step.
+
+Side streams on which cuBLAS runs instead take memory, so there are fewer of them.
+"""
 
 from typing import Any
 

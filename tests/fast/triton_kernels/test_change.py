@@ -1,4 +1,4 @@
-"""By how much a transfer's value changes, against the same in float64 by another formula."""
+"""The change of a transfer's value in the kernels, against another formula in float64."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch_locoprop.paper.transfers import ReLU, Sigmoid, Tanh
 
 
 def changes(transfer: type, z: Tensor, a: Tensor) -> Tensor:
-    """``f(z + a) − f(z)``, from the kernels: a is ``W Xᵀ`` of a matrix with one column, and X = 1."""
+    """Return ``f(z + a) − f(z)`` from the kernels, with ``a = W Xᵀ`` for one column and X = 1."""
     kernels, kind, d = availability.kernels(), local_iterations.TRANSFERS[transfer], len(z)
     codes, delta = torch.empty_like(z), z.new_full((d, 8), torch.nan)
     kernels.encode_all[(1, -(-d // 16), 1)](

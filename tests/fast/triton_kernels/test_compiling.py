@@ -1,4 +1,7 @@
-"""The kernels compile for a GPU, even where there is none: the interpreter takes more than that."""
+"""The kernels compile for a GPU, even on machines without one.
+
+Triton's interpreter accepts programs that do not compile.
+"""
 
 import subprocess
 import sys

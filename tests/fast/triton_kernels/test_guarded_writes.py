@@ -1,4 +1,4 @@
-"""What is finite is written, member by member: on a GPU, or by Triton's interpreter."""
+"""Finite solutions are written, for each member: on a GPU, or by Triton's interpreter."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The fused local iterations equal the plain ones: on a GPU, or by Triton's interpreter."""
+"""The local iterations of the kernels equal the plain ones: on a GPU, or by Triton's interpreter."""
 
 import warnings
 from dataclasses import replace
@@ -61,7 +61,7 @@ def problem(
 def both_ways(
     of: LocalProblem, monkeypatch: pytest.MonkeyPatch, numbers: Numbers = NUMBERS, steps: int = 3
 ) -> None:
-    """Two steps in a row, so that states count."""
+    """Compare two steps in a row, so that states matter, with and without kernels."""
     each = dict.fromkeys(of.start, numbers)
     found = []
     for switched_off in (True, False):
@@ -107,7 +107,7 @@ def test_preactivations_known_from_the_forward_pass(
     has_bias: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From a weight that has shrunk since: the same steps as by the product at the start."""
+    """The steps equal those that compute the pre-activations after weight decay by a product."""
     monkeypatch.setattr(matrix_products, "TRANSPOSE_TILE", 8)  # so that there are several parts
     plain = problem(device, transfer, members=members, rows=12, size=(10, 5))
     if not has_bias:
@@ -142,7 +142,7 @@ def skip_without_bfloat16(device: str) -> None:
 def plainly_and_in_bfloat16(
     exact: LocalProblem, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> list[dict[str, Tensor]]:
-    """The solutions without kernels and with those that round."""
+    """Return the solutions without kernels, and with kernels that round to bfloat16."""
     skip_without_bfloat16(exact.x.device.type)
     each = dict.fromkeys(exact.start, replace(NUMBERS, lr=1e-2))
     found = []
@@ -159,7 +159,7 @@ def plainly_and_in_bfloat16(
 def test_products_in_bfloat16(
     device: str, squared: bool, members: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They round what has moved, by 2⁻⁹ of it, and the solution by as much of its displacement."""
+    """Displacements are rounded by 2⁻⁹, and so is the displacement of the solution."""
     exact = problem(device, squared=squared, members=members, size=(20, 24))
     theirs, ours = plainly_and_in_bfloat16(exact, 5, monkeypatch)
     for name, start in exact.start.items():
@@ -172,7 +172,7 @@ def test_products_in_bfloat16(
 def test_the_bias_has_all_digits_where_products_have_few(
     device: str, members: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its gradient through XᵀX is a small difference: of W Xᵀ1 and of what the bias itself adds."""
+    """With XᵀX the bias gradient is a small difference of ``W Xᵀ1`` and the bias's own term."""
     exact = problem(device, squared=True, members=members, size=(20, 24))
     theirs, ours = plainly_and_in_bfloat16(exact, 2, monkeypatch)
     errors = {name: float((ours[name] - theirs[name]).norm()) for name in exact.start}
@@ -183,7 +183,7 @@ def test_the_bias_has_all_digits_where_products_have_few(
 def test_the_mean_of_the_rows_takes_no_digits_from_the_weights(
     device: str, members: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Almost all of XᵀX comes from it, and is not among what is rounded."""
+    """Most of XᵀX comes from the mean of the rows, which is not rounded."""
     found = problem(device, squared=True, members=members, size=(20, 24))
     far = replace(found, x=found.x + 30)
     errors = []
@@ -286,7 +286,7 @@ def test_products_in_parts(
     size: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """So large that several programs have a part each, of sizes that divide and that do not."""
+    """Products of several tiles, with sizes that the tile sizes divide or do not divide."""
     parts = (16, 16, 16, 4, 3) if device == "cpu" else (64, 32, 32, 4, 3)
     small = matrix_products.TileSizes(*parts)
     monkeypatch.setattr(matrix_products, "RESIDUAL", dict.fromkeys(matrix_products.RESIDUAL, small))
@@ -316,7 +316,7 @@ def test_what_they_do_not_do_is_left_to_the_plain_way(device: str, change: dict[
 
 
 def test_other_numbers_for_the_bias(device: str) -> None:
-    """One kernel moves both, with the same numbers."""
+    """One kernel updates weight and bias with the same numbers."""
     each = {"weight": NUMBERS, "bias": replace(NUMBERS, decay=0.9)}
     states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
     assert not local_iterations.fits(problem(device), states, each)
@@ -330,7 +330,7 @@ def test_states_that_another_solver_left(device: str) -> None:
 
 
 def test_what_is_not_finite_stays_so(device: str) -> None:
-    """The optimizer looks for it: a rectifier that made a number of it would hide the damage."""
+    """A ReLU that turned NaN into zero would hide it from the optimizer."""
     broken = problem(device, "relu")
     broken.x[0, 0] = torch.nan
     states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
@@ -347,7 +347,7 @@ def test_what_is_not_finite_stays_so(device: str) -> None:
 def test_the_last_iteration_looks_whether_all_is_finite(
     device: str, squared: bool, broken: str
 ) -> None:
-    """Of each member alone, and of what the padding of a part holds nothing."""
+    """Each member is checked alone, and the padding of tiles is not checked."""
     of = problem(device, members=3, squared=squared, rows=40 if squared else 5)
     numbers = dict.fromkeys(of.start, NUMBERS)
     states = {k: RmsProp().init(t, NUMBERS) for k, t in of.start.items()}
@@ -367,7 +367,7 @@ def test_the_last_iteration_looks_whether_all_is_finite(
 def test_one_output_whose_weight_is_a_part_of_a_wider_matrix(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row is contiguous whatever its stride is."""
+    """A matrix of one row is contiguous for any stride."""
     own = problem(device, size=(1, 16))
     wide = drawn(3, 17, device=device, seed=7)
     start = {**own.start, "weight": wide[:1, :16]}
@@ -381,7 +381,7 @@ def test_what_is_too_large_to_be_counted_is_left_to_others(d: int, n: int, rows:
 
 
 def test_a_step_that_is_not_finite_is_skipped(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the last iteration has found is what the optimizer goes by."""
+    """The optimizer uses the flags of the last iteration."""
     solutions: list[object] = []
     solve = local_iterations.solve
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""What the precisions of the kernels' products come to, by arithmetic on the CPU."""
+"""The accuracy of the kernels' precisions, by arithmetic on the CPU."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def tf32(x: Tensor) -> Tensor:
-    """The ten bits of float32's mantissa that a matrix unit reads."""
+    """Return numbers rounded to TF32: the ten mantissa bits that a matrix unit reads."""
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
@@ -19,7 +19,7 @@ def error(product: Tensor, a: Tensor, b: Tensor) -> float:
 
 
 def test_three_products_in_tf32_are_as_exact_as_float32() -> None:
-    """Less than twice the error of a product in blocks, and less than that of one term by term."""
+    """The error is below twice that of float32 in blocks, and below that of float32 term by term."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(128, 1000, generator=generator) for _ in range(2))
     b = b.T.contiguous()

@@ -1,4 +1,4 @@
-"""The fused RMSProp equals the plain one: on a GPU, or by Triton's interpreter where there is none."""
+"""The RMSProp kernel equals the plain version: on a GPU, or by Triton's interpreter."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def numbers(members: int | None, device: str, dtype: torch.dtype = torch.float32
 
 
 def plain(start: Tensor, gradients: list[Tensor], numbers: Numbers, rate: float) -> list[Tensor]:
-    """The specification, step by step."""
+    """Return the plain version's result, step by step."""
     solver, tensor = RmsProp(), start.clone()
     state = solver.init(tensor, numbers.at(1.0, tensor))
     for gradient in gradients:
@@ -88,7 +88,7 @@ def test_in_place_on_the_cpu_equals_the_plain_steps(members: int | None) -> None
 
 
 class Twice(RmsProp):
-    """A user's rule on top of RMSProp's state."""
+    """A user's solver that uses RMSProp's state."""
 
     def step(
         self, gradient: Tensor, state: dict[str, Tensor], numbers: Numbers

@@ -1,4 +1,4 @@
-"""What `benchmarks.kernels` times is the library's own iteration, and its table tells the rates."""
+"""`benchmarks.kernels` times the library's own iteration, and its table shows the rates."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The plain loop that every other way of training is compared with, and the two models it trains."""
+"""The plain loop that all other loops are compared with, and the two models it trains."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def train(
     steps: int = STEPS,
     **options: Any,
 ) -> list[Tensor]:
-    """The weights after a few steps, each with gradients as ``backward`` computes them."""
+    """Return the weights after a few steps, with gradients that ``backward`` computes."""
     model = make(kind) if model is None else model
     opt = loco(model, variant, **options)
     for seed in range(steps):
@@ -70,5 +70,5 @@ def train(
 
 
 def distance(one: list[Tensor], other: list[Tensor]) -> float:
-    """The largest difference between two sets of weights."""
+    """Return the largest difference between two lists of weights."""
     return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))

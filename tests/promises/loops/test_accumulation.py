@@ -1,4 +1,4 @@
-"""k micro-batches are one large batch: gradients add up, and rows stand one below the other."""
+"""k micro-batches equal one large batch: gradients add up, and the rows of all are used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PARTS = ([4, 4], [2, 2, 2, 2], [3, 3, 2], [7, 1])  # the last ones uneven
 
 
 def mean(out: Tensor, y: Tensor, rows: int) -> Tensor:
-    """A loss averaged over the micro-batch, weighted by its share of the large one."""
+    """Return a loss averaged over the micro-batch, weighted by its share of the large batch."""
     return cross_entropy(out, y) * len(y) / rows
 
 
@@ -78,7 +78,7 @@ def test_the_loss_may_be_summed_before_backward() -> None:
 
 
 def test_rows_of_all_parts_count() -> None:
-    """The curvature is that of all rows: with the last part's alone, the step is another."""
+    """The curvature is that of all rows; with the last part's rows alone the step differs."""
     model = network()
     opt = loco(model, "locoprop-s", solver="exact", lr=1.0)
     x, y = data()

@@ -1,4 +1,4 @@
-"""Autocast: layers compute in half precision, local problems in that of the weights."""
+"""Autocast: layers compute in half precision, local problems in the precision of the weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = [torch.bfloat16, torch.float16]
 def run(
     variant: str, kind: str = "linear", dtype: torch.dtype | None = None, **options: Any
 ) -> tuple[list[Tensor], str]:
-    """Weights in float32 and what the summary says, with the forward pass under autocast or not."""
+    """Return float32 weights and the summary, with or without autocast in the forward pass."""
     model = make(kind).float()
     opt = loco(model, variant, **options)
     for seed in range(STEPS):

@@ -1,4 +1,4 @@
-"""Activation checkpointing: the plain run, and a word in the summary where something is hidden."""
+"""Activation checkpointing equals the plain run; the summary says if a transfer is hidden."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
 class Checkpointed(nn.Module):
-    """All but the last layer under a checkpoint."""
+    """A model with all layers but the last inside a checkpoint."""
 
     def __init__(self, net: nn.Sequential, reentrant: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_reentrant_with_transfers_by_name_is_the_plain_run(variant: str, kind: s
 
 
 def test_random_numbers_are_the_same_in_both_passes() -> None:
-    """Dropout under a checkpoint: the rows are those of the pass that made the loss."""
+    """With dropout under a checkpoint, the rows are those of the pass that made the loss."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.5), nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 3)

@@ -1,4 +1,4 @@
-"""Clipped gradients are what the local problem sees, row by row too."""
+"""The local problem uses clipped gradients, also in the gradients of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m"])
 @each_model
 def test_clipping_the_norm_is_a_smaller_loss(variant: str, kind: str) -> None:
-    """The whole gradient times a factor is the gradient of the loss times that factor."""
+    """The gradient times a factor is the gradient of the loss times that factor."""
     factors: list[Tensor] = []
 
     def clip(model: nn.Module) -> None:
@@ -63,7 +63,7 @@ def test_one_iteration_is_sgd_on_the_same_gradients(variant, clip) -> None:  # t
 
 @each_variant
 def test_clipping_each_micro_batch(variant: str) -> None:
-    """The rows of the first keep the factor that their part of the gradient got."""
+    """The rows of the first micro-batch keep the factor of their part of the gradient."""
     results = []
     for clipped in (True, False):
         model = make()

@@ -1,4 +1,4 @@
-"""``torch.compile``, before or after the optimizer is made: the eager run, in one graph."""
+"""``torch.compile``, before or after the optimizer is made, equals the eager run, in one graph."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def run(
     first: str = "optimizer",
     **options: Any,
 ) -> tuple[list[Tensor], LocoProp]:
-    """A few steps with what ``compiled`` makes of the model, before or after the optimizer is made."""
+    """Return the weights after a few steps, with the model compiled before or after the optimizer."""
     if first == "compile":
         call = compiled(model)
         opt = loco(model, variant, **options)
@@ -81,7 +81,7 @@ def variants_of(opt: LocoProp) -> list[str]:
 
 
 class Net(nn.Module):
-    """A forward of its own, in which the last transfer is part of the model."""
+    """A model with its own forward, which ends in a transfer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("first", ["compile", "optimizer"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_the_eager_run(variant: str, kind: str, first: str, backend: str) -> None:
-    """``fullgraph=True`` raises where a graph would break."""
+    """``fullgraph=True`` raises an error at a graph break."""
     found, opt = run(make(kind), whole(backend), variant, kind, first)
     assert_close(found, train(variant, kind), 1e-11)
     assert variants_of(opt) == [variant] * 3  # all transfers were found
@@ -113,7 +113,7 @@ def test_one_graph_and_no_more(kind: str) -> None:
 @pytest.mark.parametrize("first", ["compile", "optimizer"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_model_with_a_forward_of_its_own(first: str, backend: str) -> None:
-    """Its last transfer is found where the compiled graph ends, whatever the backend does with it."""
+    """The last transfer is found at the end of the compiled graph, for every backend."""
     found, opt = run(Net(), whole(backend), first=first, output_transfer=None)
     expected, plainly = run(Net(), lambda model: model, output_transfer=None)
     assert_close(found, expected, 1e-11)
@@ -133,7 +133,7 @@ def in_place(model: nn.Module) -> nn.Module:
 
 
 def the_whole_loss(model: nn.Module) -> Any:
-    """Model and loss in one graph; the caller's loss is then the identity's."""
+    """Compile model and loss as one graph; the caller's loss is then the identity."""
     return torch.compile(lambda x: model(x), backend="aot_eager", fullgraph=True)
 
 
@@ -175,7 +175,7 @@ def test_the_optimizer_may_be_given_the_compiled_model() -> None:
 
 
 def test_many_models_in_one_process() -> None:
-    """Each has hooks of its own, which the compiler does not take for versions of one function."""
+    """The compiler does not count the hooks of several models as versions of one function."""
     kept = []
     for _ in range(10):
         forward = FunctionType(Net.forward.__code__.replace(), Net.forward.__globals__)
@@ -185,7 +185,7 @@ def test_many_models_in_one_process() -> None:
 
 
 def test_post_gradients_behind_a_flat_transfer() -> None:
-    """A compiled graph shows ∂L/∂a; through ReLU that leaves ∂L/∂y open where it is flat."""
+    """A compiled graph gives ∂L/∂a, from which ∂L/∂y is not known where ReLU is flat."""
 
     class Relu(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ class BrokenBefore(Net):
 
 
 def test_a_break_behind_a_transfer_hides_only_the_end() -> None:
-    """What is seen is right; that the last layer is the output is no longer known, and harmless."""
+    """Transfers are found; only that the last layer is the output is not, which changes nothing."""
     found, opt = run(Broken(), lambda m: torch.compile(m, backend="aot_eager"))
     expected, _ = run(Broken(), lambda m: m, output_transfer=None)
     assert_close(found, expected, 1e-11)
@@ -254,7 +254,7 @@ def test_a_break_before_a_transfer_is_told() -> None:
 
 
 def test_an_end_that_cannot_be_searched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A PyTorch that no longer says when a graph is whole costs the last layer its transfer."""
+    """Without PyTorch's private callback, the last layer has no transfer, and a note says so."""
     monkeypatch.delattr(torch._dynamo.output_graph.OutputGraph, "add_graph_finalizer")
     _, opt = run(Net(), whole(), output_transfer=None)
     assert variants_of(opt) == ["locoprop-m", "locoprop-s"]
@@ -272,7 +272,7 @@ def test_a_compiled_body_under_an_eager_head() -> None:
 
 
 class Block(nn.Module):
-    """Two layers, the second with a transfer behind it or bare."""
+    """Two layers; the second one with or without a transfer."""
 
     def __init__(self, end: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ def each_block(model: Any) -> Any:
 
 
 def parts_by_hand(model: Any) -> Any:
-    """All parts compiled, and the model itself is not called."""
+    """Compile all parts; the model itself is not called."""
     parts = [torch.compile(part, backend="aot_eager") for part in model]
     return lambda x: parts[2](parts[1](parts[0](x)))
 
@@ -305,7 +305,7 @@ def parts_by_hand(model: Any) -> Any:
 def test_layers_served_in_one_part_of_several(
     served: str, compiled: Callable[[nn.Module], Any]
 ) -> None:
-    """What is outside of ``layers=`` lies behind them all the same."""
+    """Layers that are not in ``layers=`` still count as layers after them."""
     options: dict[str, Any] = {
         "layers": [served],
         "fallback": lambda p: torch.optim.SGD(p, lr=0.01),
@@ -354,7 +354,7 @@ def test_the_last_of_several_parts_is_the_output() -> None:
 
 @each_variant
 def test_accumulation_and_other_batch_sizes(variant: str) -> None:
-    """A new shape is a new graph; rows of both count."""
+    """A new shape makes a new compiled graph; the rows of both are used."""
 
     def in_parts(model: nn.Module, x: Tensor, y: Tensor) -> None:
         for x_part, y_part in zip(x.split([5, 3]), y.split([5, 3]), strict=True):
@@ -372,7 +372,7 @@ def test_accumulation_and_other_batch_sizes(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-s"])
 def test_two_backward_passes_through_one_call(variant: str) -> None:
-    """Two calls on the same rows are two; two passes through one call are one."""
+    """Two calls on the same rows count twice; two passes through one call count once."""
 
     def twice(model: nn.Module, x: Tensor, y: Tensor) -> None:
         out = model(x)
@@ -533,7 +533,7 @@ def test_an_optimizer_made_after_the_first_compiled_pass_is_told() -> None:
 
 
 def test_another_model_of_the_class_is_told_apart_by_guards_on_hooks() -> None:
-    """Which the compiler leaves out by default: it takes the graph without hooks for both."""
+    """Without these guards, the default, the compiler uses the graph without hooks for both."""
 
     def both() -> list[Tensor]:
         torch.compiler.reset()
@@ -554,7 +554,7 @@ def test_another_model_of_the_class_is_told_apart_by_guards_on_hooks() -> None:
 
 
 def test_a_backward_pass_that_is_compiled_too_is_told() -> None:
-    """Compiled autograd runs no hooks at all: a step after it stops instead of going wrong."""
+    """Compiled autograd runs no hooks, so the step raises an error."""
     model = network()
     opt = loco(model)
 

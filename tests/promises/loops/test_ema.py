@@ -1,4 +1,4 @@
-"""Averaged copies of the model: they neither train, nor record, nor hold the optimizer."""
+"""Averaged copies of the model do not train, record, or keep the optimizer alive."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 @each_variant
 @each_model
 def test_an_average_beside_the_training(variant: str, kind: str) -> None:
-    """Updated each step, and evaluated with a backward pass of its own: the model does not notice."""
+    """Updates of the copy, and backward passes through it, do not change the training."""
     model = make(kind)
     opt = loco(model, variant)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
@@ -39,7 +39,7 @@ def test_an_average_beside_the_training(variant: str, kind: str) -> None:
 
 @each_variant
 def test_swapping_averaged_weights_in_and_out(variant: str) -> None:
-    """An evaluation with other weights in the same parameters, between two steps."""
+    """Other values are in the parameters during an evaluation between two steps."""
     model = make()
     opt = loco(model, variant)
     average = weights(model)
@@ -89,7 +89,7 @@ def test_a_copy_does_not_keep_the_optimizer_alive() -> None:
 
 
 def test_an_average_is_restored_into_the_model() -> None:
-    """``load_state_dict`` keeps the parameters and changes their values: training goes on."""
+    """``load_state_dict`` keeps the parameters and changes their values: training continues."""
     model = make()
     opt = loco(model, "locoprop-s", solver="sgd")
     plain(model, *data())
@@ -105,7 +105,7 @@ def test_an_average_is_restored_into_the_model() -> None:
 
 @each_variant
 def test_a_call_with_other_weights_is_none_of_the_layers(variant: str) -> None:
-    """They stand in the modules while it lasts, and its rows are no part of the local problem."""
+    """``functional_call`` replaces the weights; its rows are not part of the local problem."""
     model = make()
     opt = loco(model, variant)
     others = {name: 0.5 * p.detach() for name, p in model.named_parameters()}

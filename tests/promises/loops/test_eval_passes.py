@@ -1,4 +1,4 @@
-"""Passes that are not part of training leave no trace, with gradients on or off."""
+"""Passes that are not part of training record nothing, with gradients enabled or disabled."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_evaluation_changes_nothing(variant, kind, evaluate: Evaluate, place: st
 
 
 def test_outputs_that_are_kept_hold_no_graph_beyond_their_own() -> None:
-    """A list of outputs, as for a metric over an epoch, keeps no rows in the optimizer."""
+    """A list of outputs, as for a metric over an epoch, keeps no rows alive in the optimizer."""
     model = make()
     opt = loco(model)
     kept = [model(data(seed=seed)[0]) for seed in range(4)]
@@ -83,7 +83,7 @@ def test_outputs_that_are_kept_hold_no_graph_beyond_their_own() -> None:
 
 
 def test_a_model_trained_in_eval_mode() -> None:
-    """Whether gradients are on decides, not ``module.training``."""
+    """Enabled gradients decide, not ``module.training``."""
     model = make()
     model.eval()
     opt = loco(model)

@@ -1,4 +1,4 @@
-"""Freezing and unfreezing layers, weights or biases while training goes on."""
+"""Freezing and unfreezing layers, weights or biases during training."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ NAMED = {
 @each_model
 @pytest.mark.parametrize("layer", [0, 2])
 def test_a_frozen_layer_is_one_without_a_gradient(variant: str, kind: str, layer: int) -> None:
-    """Frozen from the beginning, thawed after two steps, frozen again: others go on as they would.
+    """A layer is frozen at first, unfrozen after two steps, and frozen again.
 
-    Compared with transfers by name and gradients set to None: nothing is frozen there, and nothing
-    has to be found when it thaws.
+    The other layers train as in a run with the transfers given by name, in which nothing is frozen and
+    the layer's gradients are set to None.
     """
     results = []
     for freeze in (True, False):
@@ -110,7 +110,7 @@ def transfers_of(opt: LocoProp) -> dict[str, Any]:
 
 
 def test_layers_thawed_later_are_decided_in_that_step() -> None:
-    """The head first, then all: as in fine-tuning."""
+    """The head is trained first, then all layers, as in fine-tuning."""
     model = network()
     model[:4].requires_grad_(False)
     opt = loco(model)

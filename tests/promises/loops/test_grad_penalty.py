@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` for something else, and penalties on gradients."""
+"""``torch.autograd.grad`` for other purposes, and penalties on gradients."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_asking_for_other_gradients_changes_nothing(variant, kind, ask) -> None:
 
 
 def penalized(model: nn.Module, x: Tensor, y: Tensor, weight: float = 0.5) -> Tensor:
-    """A loss and the squared norm of its gradient in the inputs."""
+    """Return a loss and the squared norm of its gradient with respect to the inputs."""
     asked = x.clone().requires_grad_()
     loss = cross_entropy(model(asked), y)
     (gradient,) = torch.autograd.grad(loss, asked, create_graph=True)
@@ -59,7 +59,7 @@ def penalized(model: nn.Module, x: Tensor, y: Tensor, weight: float = 0.5) -> Te
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
 @each_model
 def test_a_penalty_on_the_gradient(variant: str, kind: str) -> None:
-    """What the penalty adds to ``p.grad`` is part of the problem; the rows are the loss's."""
+    """The penalty's part of ``p.grad`` belongs to the problem; the rows are those of the loss."""
 
     def in_the_loss(model: nn.Module, x: Tensor, y: Tensor) -> None:
         penalized(model, x, y).backward()
@@ -92,7 +92,7 @@ def test_one_iteration_on_a_penalized_loss_is_sgd(variant: str) -> None:
 @each_variant
 @pytest.mark.parametrize("regularize", [lambda p: p.square().sum(), lambda p: p.abs().sum()])
 def test_a_penalty_on_the_weights(variant: str, regularize: Callable[[Tensor], Tensor]) -> None:
-    """In the loss, or in a backward pass of its own."""
+    """The penalty is part of the loss, or has its own backward pass."""
 
     def in_the_loss(model: nn.Module, x: Tensor, y: Tensor) -> None:
         loss = cross_entropy(model(x), y)

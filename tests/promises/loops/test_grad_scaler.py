@@ -1,4 +1,4 @@
-"""``GradScaler``: the trajectory of the loss that was not scaled, and nothing from a skipped step."""
+"""``GradScaler``: the same weights as without scaling, and no trace of a skipped step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_locoprop.paper.targets import Target
 
 
 class OwnTarget(Target):
-    """LocoProp-M's, from the rows' gradients alone."""
+    """The target of LocoProp-M, computed from gradients of rows."""
 
     def __call__(self, a, transfer, g, v, gamma):  # type: ignore[no-untyped-def]
         return transfer.f(a) - gamma * g
@@ -39,7 +39,7 @@ def loop(
     clip: float | None = None,
     parts: int = 1,
 ) -> None:
-    """The loop of PyTorch's documentation."""
+    """Train with the loop of PyTorch's documentation."""
     for seed in range(STEPS):
         x, y = data(kind, seed)
         for x_part, y_part in zip(x.chunk(parts), y.chunk(parts), strict=True):
@@ -65,7 +65,7 @@ def run(variant: str, kind: str = "linear", scale: float | None = None, **how: A
 @each_model
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_scaled_loss_gives_the_same_weights(variant: str, kind: str, unscale: bool) -> None:
-    """A power of two is exact in floating point, so the weights are."""
+    """Scaling by a power of two is exact, so the weights are equal."""
     assert_close(run(variant, kind, 2.0**16, unscale=unscale), run(variant, kind), 1e-12)
 
 
@@ -105,7 +105,7 @@ def test_growing_scales(variant: str) -> None:
 
 
 def test_a_scale_does_change_what_is_recorded() -> None:
-    """So that the tests above can fail: rows see the scaled loss until they follow p.grad."""
+    """Gradients of rows are scaled until they follow ``p.grad``: the tests above can fail."""
     model = make()
     opt = loco(model, "pocoprop-s")
     cross_entropy(model(data()[0]), data()[1]).backward()
@@ -124,7 +124,7 @@ def test_a_scale_does_change_what_is_recorded() -> None:
 @pytest.mark.parametrize("clear", ["optimizer", "model"])
 @pytest.mark.parametrize("unscale", [False, True])
 def test_a_skipped_step_leaves_nothing(variant: str, clear: str, unscale: bool) -> None:
-    """An overflow in the second of four batches is a run of the three others."""
+    """With an overflow in the second of four batches, the run equals one of the other three."""
 
     def trained(overflow: bool) -> tuple[list[Tensor], LocoProp, GradScaler]:
         model = make()
@@ -173,7 +173,7 @@ def test_an_outer_optimizer_and_a_fallback() -> None:
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "pocoprop-s"])
 @each_model
 def test_autocast_in_half_precision_needs_the_scale(variant: str, kind: str) -> None:
-    """A loss so small that its gradients vanish in float16 trains as in float32 when scaled."""
+    """Gradients that vanish in float16 train as in float32 when the loss is scaled."""
 
     def trained(dtype: torch.dtype | None, scale: float | None) -> list[Tensor]:
         model = make(kind).float()

@@ -1,4 +1,4 @@
-"""local_reduction="mean": settings carry over between batch sizes and reductions of the loss."""
+"""local_reduction="mean": the same settings work for all batch sizes and reductions of the loss."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_neither_batch_size_nor_reduction_matter(variant: str, kind: str, loss: 
 
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m"])
 def test_with_transfers_by_name(variant: str) -> None:
-    """Post-activation gradients then come from ∂L/∂a, which is scaled as they are."""
+    """∂L/∂y is then computed from ∂L/∂a, and is scaled in the same way."""
     x, y = data()
     named = {"transfers": {"0": "tanh", "2": "tanh"}}
     results = [trained(variant, nn.MSELoss(reduction=r), x, y, **named) for r in ("mean", "sum")]
@@ -69,7 +69,7 @@ def test_for_other_solvers(solver: str) -> None:
 
 @each_variant
 def test_the_sum_does_depend_on_the_batch_size(variant: str) -> None:
-    """As in the paper; so the tests above can fail."""
+    """As in the paper; it shows that the tests above can fail."""
     x, y = data()
     one = trained(variant, nn.MSELoss(), x, y, reduction="sum")
     two = trained(variant, nn.MSELoss(), torch.cat([x, x]), torch.cat([y, y]), reduction="sum")
@@ -88,7 +88,7 @@ class Pooled(nn.Module):
 @pytest.mark.parametrize("make_model", [Pooled, TwoHeads])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_terms_that_cannot_be_counted_are_told(reduction: str, make_model: type[nn.Module]) -> None:
-    """Behind an operation there may be fewer or more of them; two outputs may have one loss or two."""
+    """After an operation the number of terms may differ; two outputs may have one loss or two."""
     model, criterion = make_model(), nn.MSELoss(reduction=reduction)
     opt = LocoProp(model, local_reduction="mean", loss_fn=criterion)
     with warnings.catch_warnings(record=True) as told:
@@ -174,7 +174,7 @@ def test_losses_of_models_that_end_in_their_transfer(loss: Any) -> None:
 
 @pytest.mark.parametrize("first", ["with", "without"])
 def test_what_is_done_to_a_sum_is_seen(first: str) -> None:
-    """A sum over the number of its terms is a mean; and a closure may come after other steps."""
+    """A sum divided by the number of terms is a mean; closures may follow steps without them."""
     x, y = data()
     results = []
     for reduction in ("mean", "sum", "divided"):

@@ -1,4 +1,4 @@
-"""Moving the model to another device or precision: the optimizer's state follows."""
+"""If the model moves to another device or precision, the optimizer's state follows."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_fallback() -> nn.Sequential:
 
 
 def moved(model: nn.Module, where: list[Any], kind: str = "linear", **options: Any) -> list[Tensor]:
-    """Two steps in each of these places; the weights, brought back."""
+    """Return the weights after two steps in each of the places, moved back."""
     opt = loco(model, fallback=lambda ps: torch.optim.AdamW(ps, lr=1e-3), **options)
     for seed in range(2 * len(where)):
         if seed % 2 == 0:
@@ -78,7 +78,7 @@ def test_another_device(kind: str, options: dict[str, Any]) -> None:
 
 
 def test_the_state_of_other_optimizers_follows() -> None:
-    """The meta device stands in for an accelerator; steps are counted where they were."""
+    """The meta device replaces an accelerator; step counts stay on the host."""
     weight = nn.Parameter(torch.zeros(3, device="meta"))
     optimizer = torch.optim.AdamW([weight])
     optimizer.state[weight] |= {"step": torch.tensor(4.0), "exp_avg": torch.zeros(3)}
@@ -102,7 +102,7 @@ def test_they_are_asked_to_follow_in_every_step(
 
 
 def test_a_state_keeps_the_precision_its_optimizer_chose() -> None:
-    """Such as moments in float32 beside weights in bfloat16."""
+    """For example moments in float32 for weights in bfloat16."""
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     optimizer.state[weight]["moment"] = torch.zeros(3)
@@ -111,7 +111,7 @@ def test_a_state_keeps_the_precision_its_optimizer_chose() -> None:
 
 
 def test_parameters_that_were_replaced_are_told() -> None:
-    """``to`` keeps the parameters unless PyTorch is told otherwise; then a new optimizer is due."""
+    """``to`` keeps the parameters, except with PyTorch's option to replace them."""
     model = make()
     opt = loco(model)
     torch.__future__.set_overwrite_module_params_on_conversion(True)

@@ -1,4 +1,4 @@
-"""Inputs that are overwritten once a backward pass is through: static buffers, batches read ahead."""
+"""Inputs that are overwritten after the backward pass: static buffers, batches read ahead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 def accumulated(model: nn.Module, opt: torch.optim.Optimizer, buffer: Tensor | None) -> None:
-    """A step on two micro-batches, each as it is or through the buffer."""
+    """Take a step on two micro-batches, each as it is or copied to the buffer."""
     for seed in (1, 2):
         x, y = data(seed=seed)
         if buffer is not None:
@@ -48,7 +48,7 @@ def test_what_was_condensed_in_time_is_right() -> None:
 
 @pytest.mark.parametrize("hidden", [False, True])
 def test_only_that_layer_takes_a_backprop_step(hidden: bool) -> None:
-    """The next batch is read before ``step()``, or an activation serves as scratch space."""
+    """The next batch is read before ``step()``, or an activation is used as scratch memory."""
     model, other, once = network(), network(), network()
     for net, solver in ((model, {}), (other, {}), (once, {"local_steps": 1})):
         opt = loco(net, "locoprop-m", **solver)

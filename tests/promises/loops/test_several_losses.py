@@ -1,4 +1,4 @@
-"""Several losses and several backward calls are one backward pass through their sum."""
+"""Several losses and backward calls equal one backward pass of their sum."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def at_the_same_time(model: nn.Module, x: Tensor, y: Tensor) -> None:
 @each_model
 @pytest.mark.parametrize("backward", [one_after_the_other, at_the_same_time])
 def test_two_losses_on_one_graph(variant, kind, backward) -> None:  # type: ignore[no-untyped-def]
-    """The rows of the call count once, with the sum of its gradients."""
+    """The rows of the call count once, with the sum of both gradients."""
     assert_close(train(variant, kind, backward), train(variant, kind, both), 1e-11)
     assert distance(train(variant, kind, both), train(variant, kind)) > 1e-6
 
 
 class TwoHeads(nn.Module):
-    """One body and two heads, of which a loss may use one or both."""
+    """One body and two heads; a loss may use one head or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def test_a_head_without_a_loss_keeps_its_weights() -> None:
 
 @each_variant
 def test_two_models_in_one_loss(variant: str) -> None:
-    """Each has its optimizer; a generator learns through a discriminator that is left alone."""
+    """Each has its own optimizer; the generator trains through an unchanged discriminator."""
 
     def pair(detour: bool) -> list[Tensor]:
         first, second = make(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)).double()

@@ -1,4 +1,4 @@
-"""``zero_grad`` may stand anywhere in the loop, be the model's or ours, and set None or zero."""
+"""``zero_grad`` of the model or the optimizer, to None or zero, may be called anywhere in the loop."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_any_order(variant: str, kind: str, zero: str, order: str) -> None:
 @each_variant
 @pytest.mark.parametrize("zero", ZERO)
 def test_a_batch_that_was_dropped(variant: str, zero: str) -> None:
-    """Its rows go with its gradients."""
+    """Its rows are dropped with its gradients."""
     model = make()
     opt = loco(model, variant)
     for seed in range(STEPS):
@@ -73,7 +73,7 @@ def test_a_batch_that_was_dropped(variant: str, zero: str) -> None:
 @each_model
 @pytest.mark.parametrize("zero", ZERO)
 def test_between_two_passes_through_a_graph(variant: str, kind: str, zero: str) -> None:
-    """The second pass counts, and the first one does not."""
+    """The second pass counts, the first does not."""
     model = make(kind)
     opt = loco(model, variant)
     for seed in range(STEPS):
@@ -107,7 +107,7 @@ def test_a_closure_that_clears(variant: str, calls: int) -> None:
 
 
 def test_without_zero_grad_gradients_add_up_and_the_next_step_says_no_more_than_they_do() -> None:
-    """As with any optimizer; the rows are those of the passes since the last step."""
+    """As with any optimizer. The rows are those of the passes since the last step."""
     model = make()
     opt = loco(model, "locoprop-s", solver="sgd", local_steps=1)
     for seed in range(STEPS):

@@ -1,4 +1,4 @@
-"""The zoo as data: a model, a batch, a loss, and what ``summary()`` has to say of every module."""
+"""The zoo as data: a model, a batch, a loss, and the expected row of ``summary()`` for each module."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Case:
     """One architecture.
 
     ``rows`` maps a module's name, or a pattern of names, to its row of the summary for locoprop-m: the
-    transfer; ``S: reason``, where there is no transfer and locoprop-s serves it; ``fallback: reason``;
-    or ``frozen``.
+    transfer; ``S: reason`` if there is no transfer and locoprop-s is used; ``fallback: reason``; or
+    ``frozen``.
     """
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Batch]
     loss: Loss
     rows: Mapping[str, str]
-    loss_fn: Callable[..., Tensor] | None = F.cross_entropy  # what the optimizer is told
+    loss_fn: Callable[..., Tensor] | None = F.cross_entropy  # the optimizer's loss_fn=
     silent: tuple[str, ...] = ()  # layers that take no part in the loss
 
 
@@ -51,7 +51,7 @@ ATTENTION = {
 
 
 def images() -> Batch:
-    """Sixteen images of a bar, horizontal or vertical, in one of two halves: four classes."""
+    """Return sixteen images of a bar, horizontal or vertical, in one of two halves: four classes."""
     x, labels = 0.1 * torch.randn(16, 1, 8, 8), torch.arange(16) % 4
     for image, label in zip(x[:, 0], labels.tolist(), strict=True):
         half = slice(0, 4) if label % 2 else slice(4, 8)
@@ -79,7 +79,7 @@ def masks() -> Batch:
 
 
 def sentences() -> Batch:
-    """Counting up, from any token: each next token follows from the one before."""
+    """Return sequences that count up from any token: each token determines the next."""
     tokens = (torch.arange(7) + torch.arange(8)[:, None]) % 12
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -133,7 +133,7 @@ def real_and_fake() -> Batch:
 
 @cache
 def critic() -> nn.Module:
-    """A discriminator that stays as it is, and is sure of itself, for the generator's loss."""
+    """Return a discriminator that does not train, with confident outputs, for the generator's loss."""
     discriminator = models.Discriminator().double().eval().requires_grad_(False)
     discriminator.head.weight *= 10
     return discriminator

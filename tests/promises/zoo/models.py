@@ -1,4 +1,4 @@
-"""Small models of many architectures: each has the structure of its namesake, at toy sizes."""
+"""Small models of many architectures, each with the structure of its original."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class LeNet(nn.Module):
 
 
 class Residual(nn.Module):
-    """Convolution, BatchNorm, in-place ReLU, twice, around a shortcut."""
+    """Convolution, BatchNorm and in-place ReLU, twice, with a shortcut."""
 
     def __init__(self, channels: int, out: int, stride: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class ResNet(nn.Module):
 
 
 class UNet(nn.Module):
-    """Skips by concatenation, transposed convolutions on the way up."""
+    """Skip connections by concatenation, and transposed convolutions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A transformer block with the norms first."""
+    """A transformer block with the norms before the layers."""
 
     def __init__(self, width: int, causal: bool, cross: bool = False) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class ViT(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder; the head is the embedding again if ``tied``."""
+    """A decoder; with ``tied`` the head shares the embedding's weight."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class GPT(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Attention of our own, with cross-attention in the decoder."""
+    """A transformer with its own attention, and cross-attention in the decoder."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class EncoderDecoder(nn.Module):
 
 
 class TorchTransformer(nn.Module):
-    """PyTorch's own encoder-decoder, whose attention uses its projections as functions."""
+    """PyTorch's encoder-decoder, whose attention does not call its projections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class TorchTransformer(nn.Module):
 
 
 class SharedInDepth(nn.Module):
-    """One block applied three times: every layer of it is called three times in a step."""
+    """One block applied three times: each of its layers is called three times in a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Tagger(nn.Module):
 
 
 class Elman(nn.Module):
-    """A recurrent network by hand: one layer, called at every position, then a tanh."""
+    """A recurrent network: one layer, called at every position, with tanh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class VAE(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each row goes to one of three experts; the last has none of the rows."""
+    """Each row goes to one of three experts; the last expert gets no rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ class Experts(nn.Module):
 
 
 class Graph(nn.Module):
-    """Graph convolutions: the neighbours are averaged between a layer and its transfer."""
+    """Graph convolutions: an average over neighbours between a layer and its transfer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Graph(nn.Module):
 
 
 class Odd(nn.Module):
-    """Layers used in every way that is not the plain one."""
+    """Layers used in many unusual ways."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""``nn.MultiheadAttention``, which uses its projections as functions, and weights that are shared."""
+"""``nn.MultiheadAttention``, which does not call its projections, and shared weights."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ class Attentive(nn.Module):
 
 
 def notes(opt: LocoProp) -> dict[str, str]:
-    """The row of each module."""
+    """Return the row of the summary of each module."""
     return {line.split()[0]: line for line in opt.summary().splitlines() if line}
 
 
 def assert_all_are_trained(model: nn.Module, opt: LocoProp, loss: Callable[[], Tensor]) -> None:
-    """By one plain step each, whoever takes it."""
+    """Check that each parameter moves by one plain step."""
     before = weights(model)
     loss().backward()
     gradients = [p.grad for p in model.parameters()]
@@ -80,7 +80,7 @@ def test_attention_falls_back_and_says_why(kind: str) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """The names of the operations that run while it is on."""
+    """Collects the names of the operations that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_the_fast_path_in_evaluation_leaves_nothing_behind() -> None:
 
 
 def test_a_transformer_layer_gives_the_same_in_evaluation() -> None:
-    """Whether hooks on its layers keep PyTorch from its fast path or not."""
+    """With or without PyTorch's fast path, which hooks on layers may disable."""
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True).double().eval()
     with torch.no_grad():
@@ -123,7 +123,7 @@ def test_a_transformer_layer_gives_the_same_in_evaluation() -> None:
 
 
 class Tied(nn.Module):
-    """Two layers around a third, to be tied."""
+    """Two layers around a third one, to share weights between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def tie_biases(model: Tied) -> None:
 
 
 def tie_to_the_model(model: Tied) -> None:
-    """By a parameter of the model itself."""
+    """Share a parameter with the model itself."""
     model.register_parameter("own", model.one.weight)
     model.two.weight = model.one.weight
 

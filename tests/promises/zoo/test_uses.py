@@ -1,4 +1,4 @@
-"""Layers used in ways a model of the zoo does not: each step is BackProp's, or the reason is named."""
+"""Layers used in unusual ways: each step is a BackProp step, or the summary gives the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = 0.03
 
 
 def of_the_compiler(test: Any) -> Any:
-    """Its warnings, of itself and of tensors that pass from one graph to the next."""
+    """Ignore the compiler's own warnings, and those about tensors between two compiled graphs."""
     for message in ("The .grad attribute of a Tensor that is not a leaf", ".*is deprecated"):
         test = pytest.mark.filterwarnings(f"ignore:{message}")(test)
     return test
@@ -43,7 +43,7 @@ def through_functional_call(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def after_an_inner_step(model: nn.Module, x: Tensor) -> Tensor:
-    """The loss of weights one step further, differentiated through the step, as in MAML."""
+    """Return the loss after one step, differentiated through that step, as in MAML."""
     own = dict(model.named_parameters())
     gradients = torch.autograd.grad(model(x).square().sum(), list(own.values()), create_graph=True)
     moved = {n: p - 0.01 * g for (n, p), g in zip(own.items(), gradients, strict=True)}
@@ -130,7 +130,7 @@ NESTED = "its inputs are nested tensors: it takes BackProp steps"
 @pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @pytest.mark.parametrize("variant", [*BACKPROP_VARIANTS, "natural-s"])
 def test_nested_rows_take_backprop_steps(layout: torch.layout, variant: str) -> None:
-    """Beside calls with plain rows too."""
+    """Also together with calls on plain rows."""
     model, x = network("relu"), batch(8, 6)
     plain = copy.deepcopy(model)
     opt = loco(model, variant=variant, local_steps=4, output_transfer="linear")
@@ -163,7 +163,7 @@ def test_nested_rows_in_a_compiled_graph() -> None:
 
 
 class Tied(nn.Module):
-    """An autoencoder whose decoder is its encoder's weight, in one way or another."""
+    """An autoencoder whose decoder uses its encoder's weight, in several ways."""
 
     def __init__(self, end: Callable[[Tensor, Tensor], Any]) -> None:
         super().__init__()
@@ -218,7 +218,7 @@ def test_a_weight_that_is_used_elsewhere_takes_backprop_steps(name: str, compile
 
 
 class Fed(nn.Module):
-    """A layer whose input is the weight of another one, which is solved before it."""
+    """A layer whose input is the weight of another layer, which is solved before it."""
 
     def __init__(self, given: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ class Half(nn.Module):
 
 
 class Scaled(nn.Linear):
-    """Has a parameter more, which the model uses."""
+    """A Linear with another parameter, which the model uses."""
 
     def __init__(self, n: int, d: int) -> None:
         super().__init__(n, d)

@@ -1,4 +1,4 @@
-"""Every architecture of the zoo: all parameters accounted for, steps that are right, falling loss."""
+"""Every architecture of the zoo: all parameters are trained, steps are right, the loss decreases."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def make(case: Case) -> tuple[nn.Module, Batch]:
 
 
 def loco(model: nn.Module, case: Case, **options: Any) -> LocoProp:
-    """One plain local iteration, unless asked otherwise."""
+    """Return an optimizer with one plain local iteration, and other settings as given."""
     given: dict[str, Any] = {"lr": LR, "gamma": GAMMA, "solver": "sgd", "local_steps": 1}
     given["fallback"] = lambda params: torch.optim.SGD(params, lr=FALLBACK_LR)
     return LocoProp(model, loss_fn=case.loss_fn, **{**given, **options})
@@ -50,7 +50,7 @@ def parameters_of(opt: LocoProp, fallback: bool) -> list[nn.Parameter]:
 
 
 def summary_rows(opt: LocoProp) -> dict[str, list[str]]:
-    """By module: its transfer, who trains it, and the note."""
+    """Return transfer, variant or optimizer, and note of each module."""
     lines = opt.summary().split("\n\n")[0].splitlines()[2:]
     cells = [re.split(r"\s{2,}", line) for line in lines]
     return {row[0]: [*row[3:], ""][:3] for row in cells}
@@ -68,7 +68,7 @@ def expected_row(case: Case, name: str) -> list[str]:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_every_parameter_is_accounted_for(name: str) -> None:
-    """Each is in one group, and each module with parameters has the row it should have."""
+    """Each parameter is in one group, and each module has the expected row of the summary."""
     case = ZOO[name]
     model, batch = make(case)
     opt = loco(model, case)
@@ -116,7 +116,7 @@ def test_one_local_step_is_backprop(name: str, variant: str) -> None:
 
 @pytest.mark.parametrize("name", ZOO)
 def test_what_was_recorded_is_the_whole_layer(name: str) -> None:
-    """X Wᵀ + b is what the layer returned in all its calls, and gᵀX is autograd's gradient."""
+    """X Wᵀ + b is the layer's output in all its calls, and gᵀX is autograd's gradient."""
     case = ZOO[name]
     model, batch = make(case)
     opt = loco(model, case)
@@ -170,7 +170,7 @@ STEPS = 24
 
 
 def train(case: Case, opt: Any, model: nn.Module, batch: Batch) -> tuple[float, float]:
-    """The loss before and after STEPS steps on one batch."""
+    """Return the loss before and after STEPS steps on one batch."""
     losses = []
     for _ in range(STEPS + 1):
         losses.append(backward(model, case, batch))
@@ -185,7 +185,7 @@ def adamw(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 @cache
 def loss_by_the_fallback_alone(name: str) -> float:
-    """What AdamW reaches with the parameters that have no local problem, the others held fixed."""
+    """Return the loss if AdamW trains only the parameters without a local problem."""
     model, batch = make(ZOO[name])
     params = parameters_of(loco(model, ZOO[name]), True)
     if not params:
@@ -196,7 +196,7 @@ def loss_by_the_fallback_alone(name: str) -> float:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", ZOO)
 def test_the_loss_falls(name: str, method: str) -> None:
-    """And it falls further than the fallback alone would take it."""
+    """The loss decreases, further than the fallback alone achieves."""
     case = ZOO[name]
     model, batch = make(case)
     given = {"lr": 1e-3, "gamma": 10.0, "local_steps": 5, "solver": "rmsprop", "momentum": 0.9}
@@ -214,7 +214,7 @@ REAL = 0.2 * images()[0].double()
 
 
 def play(pair: tuple[nn.Module, nn.Module], opts: tuple[Any, Any], rounds: int) -> list[int]:
-    """The usual loop; the rows that the discriminator's head has recorded before each of its steps."""
+    """Train a GAN; return the rows that the discriminator's head records before each of its steps."""
     generator, discriminator = pair
     rows = []
     for _ in range(rounds):
@@ -238,7 +238,7 @@ def pair() -> tuple[nn.Module, nn.Module]:
 
 
 def test_a_gan_pair_under_one_local_step_is_sgd() -> None:
-    """The generator's backward pass through the discriminator is no part of the latter's problem."""
+    """The generator's backward pass through the discriminator is not part of its problem."""
     nets, plain = pair(), pair()
     rate = LR * GAMMA
     options: dict[str, Any] = {"fallback": lambda params: torch.optim.SGD(params, lr=rate)}
@@ -257,7 +257,7 @@ def test_a_gan_pair_under_one_local_step_is_sgd() -> None:
 
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
 def test_a_gan_pair_trains(variant: str) -> None:
-    """After some rounds the fakes are nearly as dark as the real images are."""
+    """After some rounds the generated images are nearly as dark as the real ones."""
     nets = pair()
     z = torch.randn(64, 4, dtype=torch.float64)
     assert nets[0](z).mean() > 0.4
