@@ -55,7 +55,8 @@ copybutton_prompt_is_regexp = True
 # ---- API reference -----------------------------------------------------------------------------
 
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
+# Defaults come from the table of settings: the source of the signature does not have them all.
+autodoc_preserve_defaults = False
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 80
