@@ -31,7 +31,7 @@ CAPS = ("weight", "backprop")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is known of one setting."""
+    """Default and meaning of one setting, and which parts of a step depend on it."""
 
     default: Any
     meaning: str
