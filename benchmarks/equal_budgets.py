@@ -11,7 +11,8 @@ and `results.jsonl`, a line for every trial that has ended. `run` takes the tria
 settings of all methods come from one sampler (a scrambled Sobol sequence with a fixed seed) over the
 spaces of `torch_locoprop.study.tuning.spaces`. Every trial has the full length; none is pruned.
 
-The trials of a method train together as a population. Losses are those of runs alone up to rounding.
+The trials of a method train together as a population. Losses are those of runs alone up to rounding,
+except with SOAP (see `matrix_population`).
 Seconds are a trial's share of its population's time, on a GPU that several populations share.
 """
 

@@ -6,7 +6,8 @@
 
 The counterpart of `torch_locoprop.study.training.population_run` for methods whose optimizers are not
 written for a population. Members may differ in their numbers and in their seeds. Every member has the
-batches, the schedule, the rule of divergence and, up to rounding, the losses of a run of its own.
+batches, the schedule and the rule of divergence of a run of its own. Its losses are those of such a run
+up to rounding, except with SOAP, whose update is compared with its package for square weights only.
 """
 
 from __future__ import annotations
