@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from itertools import pairwise
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from torch_locoprop.baselines import KFAC
-from torch_locoprop.baselines.kfac import clip_scale, damped_factors
+from torch_locoprop.baselines.kfac import clip_scale, damped_factors, damped_inverses
 
 
 def make(**options: Any) -> tuple[nn.Sequential, KFAC]:
@@ -48,18 +49,46 @@ def dense_direction(a: Tensor, d: Tensor, joint: Tensor, damping: float) -> Tens
     return solved.reshape(joint.mT.shape).mT
 
 
-def recorded(opt: KFAC, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return A and D of one layer for this batch, and the gradient of ``[W b]``."""
-    served = opt._layers[layer]
-    x, g = served.calls[0].x, served.calls[0].sampled
-    columns = [x.reshape(-1, x.shape[-1])]
-    gradient = [served.module.weight.grad]
-    if served.module.bias is not None:
-        columns.append(torch.ones(len(columns[0]), 1).double())
-        gradient.append(served.module.bias.grad[:, None])
-    rows = torch.cat(columns, 1)
-    g = g.reshape(-1, g.shape[-1])
-    return rows.mT @ rows / len(rows), g.mT @ g / len(g), torch.cat(gradient, 1)
+def recorded(
+    model: nn.Sequential, opt: KFAC, x: Tensor, transfer: str = "sigmoid"
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return A and D of each layer for this batch, and the gradient of ``[W b]``.
+
+    Of what the optimizer has recorded, only the drawn labels are read. A forward pass of its own and
+    autograd with these labels give the inputs and gradients of all layers.
+    """
+    inputs, outputs = [], []
+    a = x.reshape(-1, x.shape[-1])
+    for module in model:
+        if isinstance(module, nn.Linear):
+            inputs.append(a.detach())
+            a = F.linear(a, module.weight, module.bias)
+            outputs.append(a)
+        else:
+            a = module(a)
+    y_hat = {"sigmoid": torch.sigmoid, "softmax": lambda a: a.softmax(-1)}.get(
+        transfer, lambda a: a
+    )
+    labels = y_hat(a).detach() - opt._layers[-1].sampled()
+    if transfer != "linear":
+        assert torch.minimum(labels.abs(), (labels - 1).abs()).max() < 1e-12
+    if transfer == "softmax":
+        assert_close([labels.sum(-1)], [torch.ones(len(labels)).double()])
+    nll = {
+        "sigmoid": lambda: F.binary_cross_entropy_with_logits(a, labels, reduction="sum"),
+        "softmax": lambda: F.cross_entropy(a, labels, reduction="sum"),
+        "linear": lambda: 0.5 * (a - labels).square().sum(),
+    }[transfer]()
+    found = []
+    gradients = torch.autograd.grad(nll, outputs)
+    layers = [module for module in model if isinstance(module, nn.Linear)]
+    for module, rows, g in zip(layers, inputs, gradients, strict=True):
+        gradient = module.weight.grad
+        if module.bias is not None:
+            rows = torch.cat([rows, torch.ones(len(rows), 1).double()], 1)
+            gradient = torch.cat([gradient, module.bias.grad[:, None]], 1)
+        found.append((rows.mT @ rows / len(rows), g.mT @ g / len(g), gradient))
+    return found
 
 
 def joints(model: nn.Sequential) -> list[Tensor]:
@@ -81,7 +110,8 @@ def test_one_step_is_the_dense_kronecker_solve(bias: bool, output_transfer: str)
     opt = KFAC(model, lr=0.1, damping=0.02, output_transfer=output_transfer)
     before = joints(model)
     backward(model)
-    directions = [dense_direction(*recorded(opt, k), 0.02) for k in range(3)]
+    factors = recorded(model, opt, batch(7, 6), output_transfer)
+    directions = [dense_direction(a, d, gradient, 0.02) for a, d, gradient in factors]
     opt.step()
     assert_close(
         joints(model), [w - 0.1 * v for w, v in zip(before, directions, strict=True)], 1e-10
@@ -107,18 +137,27 @@ def test_the_rows_of_d_are_gradients_for_labels_drawn_from_the_model() -> None:
     assert_close(sampled, [p.grad for p in pre_activations], 1e-10)
 
 
-def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> None:
-    """Thirty steps equal a dense implementation; the inverses of step 20 are used until step 27."""
-    lr, momentum, decay, damping, every, shrink = 0.02, 0.5, 0.8, 0.1, 9, 0.1
-    model, opt = make(
-        lr=lr, momentum=momentum, decay=decay, damping=damping, every=every, weight_decay=shrink
-    )
+def follow(
+    model: nn.Sequential,
+    opt: KFAC,
+    steps: int,
+    *,
+    lr: float,
+    momentum: float,
+    decay: float,
+    damping: float,
+    every: int = 1,
+    weight_decay: float = 0.0,
+    clip: float = math.inf,
+) -> list[float]:
+    """Check that each step equals a dense implementation; return the factors of the clipping."""
     averages: list[tuple[Tensor, Tensor]] = []
     used: list[tuple[Tensor, Tensor]] = []
+    scales: list[float] = []
     velocity = [torch.zeros_like(joint) for joint in joints(model)]
-    for step in range(30):
+    for step in range(steps):
         backward(model, seed=step)
-        fresh = [recorded(opt, k) for k in range(3)]
+        fresh = recorded(model, opt, batch(7, 6, seed=step))
         keep = min(decay, 1 - 1 / (step + 1))  # Martens & Grosse: a plain mean at first
         if step == 0:
             averages = [(a, d) for a, d, _ in fresh]
@@ -129,15 +168,35 @@ def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> 
             ]
         if step < 20 or step % every == 0:
             used = averages
+        gradients = [gradient for _, _, gradient in fresh]
+        directions = [
+            dense_direction(*factors, gradient, damping)
+            for factors, gradient in zip(used, gradients, strict=True)
+        ]
+        norm = sum((v * g).sum().item() for v, g in zip(directions, gradients, strict=True))
+        scales.append(min(1.0, (clip / (lr**2 * norm)) ** 0.5))
         expected = joints(model)
-        for k in range(3):
-            direction = dense_direction(*used[k], fresh[k][2], damping)
-            velocity[k] = momentum * velocity[k] + direction
-            expected[k][:, :-1] *= 1 - lr * shrink
+        for k, direction in enumerate(directions):
+            velocity[k] = momentum * velocity[k] + scales[-1] * direction
+            expected[k][:, :-1] *= 1 - lr * weight_decay
             expected[k] -= lr * velocity[k]
         opt.step()
         opt.zero_grad()
         assert_close(joints(model), expected, 1e-9)
+    return scales
+
+
+def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> None:
+    """Thirty steps equal a dense implementation; the inverses of step 20 are used until step 27."""
+    options = {"lr": 0.02, "momentum": 0.5, "decay": 0.8, "damping": 0.1}
+    model, opt = make(**options, every=9, weight_decay=0.1)
+    follow(model, opt, 30, **options, every=9, weight_decay=0.1)
+
+
+def test_defaults() -> None:
+    model = network()
+    opt = KFAC(model, output_transfer="sigmoid")
+    follow(model, opt, 25, lr=1e-2, momentum=0.9, decay=0.95, damping=1e-3)
 
 
 def test_rows_of_several_calls_and_of_sequences_count_alike() -> None:
@@ -180,23 +239,16 @@ def test_a_layer_without_gradients_is_damped_by_the_identity() -> None:
 # ---- clipping --------------------------------------------------------------------------------------
 
 
-def test_clip_bounds_the_step_in_the_fisher_norm() -> None:
-    """All layers' steps are scaled by the same ν, for which ``lr² ν² Σ⟨v, G⟩`` equals the bound."""
-    clip, lr = 1e-4, 0.5
-    plain, free = make(lr=lr)
-    clipped, bound = make(lr=lr, clip=clip)
-    before = joints(plain)
-    for model in (plain, clipped):
-        backward(model)
-    gradients = [recorded(free, k)[2] for k in range(3)]
-    free.step()
-    bound.step()
-    full = [w - new for w, new in zip(before, joints(plain), strict=True)]
-    short = [w - new for w, new in zip(before, joints(clipped), strict=True)]
-    norm = lr * sum((v * g).sum() for v, g in zip(full, gradients, strict=True))
-    assert norm > clip
-    scale = (clip / norm).sqrt()
-    assert_close(short, [scale * v for v in full], 1e-10)
+def test_clip_bounds_the_directions_in_the_fisher_norm() -> None:
+    """In each step all directions are scaled by the ν for which ``lr² ν² Σ⟨v, G⟩`` is the bound.
+
+    Momentum adds up the scaled directions; steps within the bound are not scaled.
+    """
+    options = {"lr": 0.1, "momentum": 0.9, "decay": 0.95, "damping": 0.1, "clip": 2e-3}
+    model, opt = make(**options)
+    scales = follow(model, opt, 12, **options)
+    assert min(scales) < 0.8
+    assert max(scales) == 1.0
 
 
 def test_clip_leaves_short_steps_alone() -> None:
@@ -204,6 +256,41 @@ def test_clip_leaves_short_steps_alone() -> None:
     assert clip_scale([direction], [gradient], 0.1, 1e6) == 1
     assert clip_scale([direction], [0 * gradient], 0.1, 1e-6) == 1
     assert clip_scale([direction], [gradient], 0.0, 1e-6) == 1
+
+
+def test_a_product_that_rounds_below_zero_is_clipped_by_its_magnitude() -> None:
+    """``⟨D⁻¹GA⁻¹, G⟩ >= 0`` in exact arithmetic; a negative value is the size of the rounding error."""
+    one = torch.ones(2, 2)
+    assert clip_scale([-one], [one], 0.5, 0.25).item() == 0.5  # √(0.25 / (0.5² · 4))
+    assert clip_scale([one, -one], [one, one], 0.5, 0.25).item() == pytest.approx(0.125**0.5)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damping_below_the_rounding_error_keeps_steps_finite(seed: int) -> None:
+    """Dead inputs and fewer rows than inputs, in float32, with a ridge of 1e-7."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(100, 50), nn.ReLU(), nn.Linear(50, 3))
+    opt = KFAC(model, lr=0.1, damping=1e-14, clip=1e-2, output_transfer="sigmoid")
+    x = torch.rand(20, 100)
+    x[:, 70:] = 0
+    for _ in range(6):
+        before = weights(model)
+        F.binary_cross_entropy_with_logits(model(x), x[:, :3], reduction="sum").div(20).backward()
+        opt.step()
+        opt.zero_grad()
+        moved = max((b - a).abs().max() for a, b in zip(before, weights(model), strict=True))
+        assert 0 < moved < math.inf
+
+
+def test_inverses_of_factors_that_round_to_indefinite_ones() -> None:
+    """Eigenvalues below the ridge are set to it; those above keep their inverses."""
+    basis = torch.linalg.qr(batch(4, 4)).Q
+    a = basis * torch.tensor([-1e-6, 0.0, 1.0, 3.0]).double() @ basis.mT
+    d = torch.eye(3).double()  # both mean diagonals are 1: π = 1
+    inverse_a, inverse_d = damped_inverses(a, d, 1e-14)
+    values = torch.tensor([1e-7, 1e-7, 1.0 + 1e-7, 3.0 + 1e-7]).double()
+    assert_close([inverse_a], [basis / values @ basis.mT], 1e-6)
+    assert_close([inverse_d], [d / (1 + 1e-7)], 1e-9)
 
 
 # ---- what the method promises ----------------------------------------------------------------------
