@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import scipy.linalg
 import torch
@@ -153,8 +154,21 @@ def test_inverse_root_is_batched_and_survives_rank_deficiency(root: int) -> None
     matrix = factor @ factor.mT
     found = inverse_root(matrix, root, EPS)
     assert_close(list(found), [power(m, -1 / root) for m in matrix], 1e-8)
-    single = inverse_root(matrix.float(), root, EPS)
-    torch.testing.assert_close(single, found.float(), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("eps", [1e-3, 1e-6, 1e-8, 1e-10])
+@pytest.mark.parametrize("rank", [2, 7, 20])
+def test_inverse_roots_are_those_of_float64(dtype: torch.dtype, eps: float, rank: int) -> None:
+    """For the same matrix, the root in a smaller dtype is the rounded root of float64."""
+    factor = signed(20, rank, seed=1).to(dtype)
+    matrix = factor @ factor.mT
+    values, vectors = np.linalg.eigh(matrix.double().numpy())
+    powers = (values.clip(0) + eps * values.max()) ** -0.25
+    expected = torch.from_numpy(vectors * powers @ vectors.T)
+    found = inverse_root(matrix, 4, eps)
+    assert found.dtype == dtype
+    assert (found.double() - expected).norm() < torch.finfo(dtype).eps * expected.norm()
 
 
 def test_zero_gradients_move_nothing_and_do_no_harm() -> None:
@@ -187,6 +201,19 @@ def test_weight_decay_shrinks_matrices_and_spares_vectors() -> None:
             run(w, Shampoo([w], lr=0.1, weight_decay=shrink), [signed(*shape, seed=1)])
             moved.append(w.detach())
         assert_close([moved[1]], [moved[0] - 1 + factor])
+
+
+def test_defaults() -> None:
+    assert Shampoo([nn.Parameter(torch.zeros(2))]).defaults == {
+        "lr": 1e-3,
+        "momentum": 0.9,
+        "decay": 0.99,
+        "eps": 1e-6,
+        "every": 1,
+        "weight_decay": 0.0,
+        "grafting": "rmsprop",
+        "max_size": 8192,
+    }
 
 
 # ---- torch.optim's contract ------------------------------------------------------------------------
