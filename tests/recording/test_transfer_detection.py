@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from cases import ACTIVATIONS, batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
@@ -76,6 +77,10 @@ def test_transfers_in_place_are_found(name: str) -> None:
         (lambda a: a.clamp_min(0), transfers.ReLU()),
         (lambda a: F.relu(a) ** 2, transfers.SquaredReLU()),
         (lambda a: torch.softmax(a, dim=1), transfers.Softmax()),
+        (lambda a: a / (1 + a.abs()), transfers.Softsign()),
+        (lambda a: a / a.abs().add(1.0), transfers.Softsign()),
+        (lambda a: a / (torch.ones(4) + a.abs()), transfers.Softsign()),
+        (lambda a: F.softplus(a, threshold=30.0), transfers.Softplus()),
     ],
 )
 def test_parameters_of_transfers(
@@ -123,6 +128,13 @@ def test_what_comes_after_the_transfer_does_not_matter(
         (lambda a: a / (2 + a.abs() * a), "feeds several operations"),
         (lambda a: a / 3, "followed by Div"),
         (lambda a: a / (a.square() + 1), "feeds several operations"),
+        (lambda a: a / (4 + a.abs()), "feeds several operations"),
+        (lambda a: a / torch.add(a.abs(), 1, alpha=2), "feeds several operations"),
+        (lambda a: a / torch.add(torch.ones(4), a.abs(), alpha=2), "feeds several operations"),
+        (lambda a: a / torch.sub(a.abs(), -4), "feeds several operations"),
+        (lambda a: a / (a.abs() + torch.ones(4).requires_grad_()), "feeds several operations"),
+        (lambda a: F.softplus(a, threshold=0.5), "softplus with a threshold below 20"),
+        (lambda a: F.softplus(a, threshold=10.0), "softplus with a threshold below 20"),
     ],
 )
 def test_no_elementwise_transfer_means_locoprop_s_and_says_why(
@@ -135,6 +147,70 @@ def test_no_elementwise_transfer_means_locoprop_s_and_says_why(
     row = opt.summary().splitlines()[2]
     assert row.split()[3:5] == ["none", "locoprop-s"]
     assert reason in row
+
+
+# Every activation of torch.nn that takes and returns one tensor, with unusual parameters.
+UNUSUAL: list[nn.Module] = [
+    *(nn.CELU(0.3), nn.CELU(2.0), nn.ELU(0.3), nn.ELU(2.0), nn.GELU(), nn.GELU("tanh"), nn.SELU()),
+    *(nn.Hardshrink(0.2), nn.Hardsigmoid(), nn.Hardswish(), nn.Hardtanh(-0.3, 0.4), nn.ReLU6()),
+    *(nn.LeakyReLU(0.0), nn.LeakyReLU(0.7), nn.LeakyReLU(1.5), nn.LogSigmoid(), nn.Mish()),
+    *(nn.PReLU(init=0.3), nn.RReLU(0.2, 0.3), nn.ReLU(), nn.SiLU(), nn.Sigmoid(), nn.Tanh()),
+    *(nn.Softplus(0.5), nn.Softplus(3.0, 1.0), nn.Softplus(3.0, 40.0), nn.Softplus(1.0, 0.0)),
+    *(nn.Softshrink(0.2), nn.Softsign(), nn.Tanhshrink(), nn.Threshold(0.0, 0.0)),
+    *(nn.Threshold(0.1, 20.0), nn.Threshold(0.0, -1.0), nn.Softmax(-1), nn.Softmax(0)),
+    *(nn.LogSoftmax(-1), nn.Softmin(-1), nn.Identity()),
+]
+
+
+@pytest.mark.parametrize("activation", UNUSUAL, ids=str)
+def test_a_detected_transfer_is_the_function_itself(activation: nn.Module) -> None:
+    """At ordinary values, at the kinks, and where exponentials round or overflow."""
+    activation = activation.double().eval()
+    found = transfer_of_first(lambda a: activation(a))  # its parameters are not those of the model
+    a = torch.cat(
+        [8 * batch(30, 4) - 4, 40 * batch(30, 4, seed=2) - 20, torch.zeros(1, 4).double()]
+    )
+    if isinstance(found, transfers.Transfer):
+        torch.testing.assert_close(found.f(a), activation(a), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (F.softsign, "softsign"),
+        (lambda a: a / (1 + a.abs()), "softsign"),
+        (lambda a: a / (a.abs() + 4), "none"),
+        (lambda a: a / torch.add(a.abs(), 1, alpha=4), "none"),
+        (lambda a: a / torch.add(torch.ones(4), a.abs(), alpha=4), "none"),
+        (lambda a: F.softplus(a, beta=2.0), "softplus"),
+        (lambda a: F.softplus(a, threshold=0.5), "none"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_constants_are_read_in_a_compiled_graph(
+    function: Callable[[Tensor], Tensor], expected: str
+) -> None:
+    torch.compiler.reset()
+    model = Net(function)
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-4)
+    torch.compile(model, backend="eager", fullgraph=True)(batch(5, 4)).square().sum().backward()
+    opt.step()
+    assert opt.summary().splitlines()[2].split()[3] == expected
+
+
+def test_softsign_in_a_checkpointed_block_has_to_be_named() -> None:
+    """Its constant is recomputed in the backward pass, after the search."""
+    model = Net(torch.relu)
+
+    def block(x: Tensor) -> Tensor:
+        return checkpoint(lambda x: F.softsign(model.one(x)), x, use_reentrant=False)
+
+    for named, expected in ((None, "none"), ({"one": "softsign"}, "softsign")):
+        opt = LocoProp(model, variant="locoprop-m", lr=1e-4, transfers=named)
+        model.two(block(batch(5, 4))).square().sum().backward()
+        opt.step()
+        assert opt.summary().splitlines()[2].split()[3] == expected
 
 
 def output_row(opt: LocoProp) -> list[str]:

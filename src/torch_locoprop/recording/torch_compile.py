@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import assume_constant_result, disable
 from torch._dynamo.comptime import ComptimeContext, comptime
+from torch.autograd.graph import Node
+from torch.nn import functional
 
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
@@ -158,7 +160,8 @@ def _new_call_site(key: str) -> int:
 
 def _search_from_input(context: ComptimeContext) -> None:
     x = _fake(context, "x")
-    _graph(_fake(context, "out")).leaves |= transfer_detection.trace(x, LAYER_INPUT)
+    leaves = transfer_detection.trace(x, LAYER_INPUT, adds_one=_reader(_fx_graph(context)))
+    _graph(_fake(context, "out")).leaves |= leaves
 
 
 def _note_layer(context: ComptimeContext) -> None:
@@ -200,14 +203,41 @@ def _note_call_site(context: ComptimeContext) -> None:
 def _search_from_output(context: ComptimeContext) -> None:
     tensor = _fake(context, "tensor")
     graph = _graph(tensor)
-    _search(tensor, graph)
+    _search(tensor, graph, _fx_graph(context))
     graph.outputs_searched = graph.returns_model_output = True
 
 
-def _search(output: Tensor, graph: CompiledGraph) -> None:
-    leaves = transfer_detection.trace(output, MODEL_OUTPUT)
+def _search(output: Tensor, graph: CompiledGraph, operations: torch.fx.Graph) -> None:
+    leaves = transfer_detection.trace(output, MODEL_OUTPUT, adds_one=_reader(operations))
     if output.dim() > 0:  # a scalar is a loss, which may have a penalty on weights
         graph.leaves |= leaves
+
+
+def _fx_graph(context: ComptimeContext) -> torch.fx.Graph:
+    """Return the operations that were traced so far."""
+    translator: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()
+    graph: torch.fx.Graph = translator.output.graph
+    return graph
+
+
+def _reader(graph: torch.fx.Graph) -> Callable[[Node], bool]:
+    """Return a function that reads from a graph whether a division ``a / (c + |a|)`` has c = 1."""
+
+    def adds_one(division: Node) -> bool:
+        made = {_grad_fn(node): node for node in graph.nodes}
+        quotient = made.get(division)
+        if quotient is not None and quotient.target is functional.softsign:
+            return True
+        total = made.get(division.next_functions[1][0])
+        # A keyword may be alpha=, a factor.
+        return total is not None and not total.kwargs and 1 in total.args
+
+    return adds_one
+
+
+def _grad_fn(node: torch.fx.Node) -> Node | None:
+    value = node.meta.get("example_value")
+    return value.grad_fn if isinstance(value, Tensor) else None
 
 
 def _fake(context: ComptimeContext, name: str) -> Any:
@@ -229,7 +259,7 @@ def _search_from_graph_outputs(module: torch.fx.GraphModule, graph: CompiledGrap
         outputs = _values(node.args for node in module.graph.nodes if node.op == "output")
         tensors = [value for value in outputs if isinstance(value, Tensor)]
         for tensor in sorted(tensors, key=lambda tensor: tensor.dim() == 0):
-            _search(tensor, graph)
+            _search(tensor, graph, module.graph)
         graph.outputs_searched = True
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
@@ -70,7 +71,7 @@ _ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
     "ReluBackward0": lambda node: transfers.ReLU(),
     "AtanBackward0": lambda node: transfers.Arctan(),
     "LogSigmoidBackward0": lambda node: transfers.LogSigmoid(),
-    "SoftplusBackward0": lambda node: transfers.Softplus(float(node._saved_beta)),
+    "SoftplusBackward0": lambda node: _softplus(node),
     "LeakyReluBackward0": lambda node: transfers.LeakyReLU(float(node._saved_negative_slope)),
     "EluBackward0": lambda node: _elu(
         float(node._saved_alpha), float(node._saved_scale), float(node._saved_input_scale)
@@ -91,6 +92,8 @@ _INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {
     "LogSoftmaxBackward0": lambda node: _softmax(node),
     "MseLossBackward0": lambda node: transfers.Linear(),
 }
+
+_SOFTPLUS_THRESHOLD = 20  # PyTorch's default
 
 _COMPILED = "followed by CompiledFunction"
 _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBackward0"}
@@ -128,13 +131,20 @@ def running_mark() -> Mark | None:
     return None if node is None else node_notes(node).get(KEY)
 
 
-def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int]:
+def trace(
+    tensor: Tensor,
+    sink: Mark,
+    record_gradients: bool = False,
+    adds_one: Callable[[Node], bool] | None = None,
+) -> set[int]:
     """Search from a tensor back to the layers it was computed from, and mark the nodes between.
 
     Args:
         tensor: where the search starts.
         sink: what consumes the tensor: :data:`LAYER_INPUT` or :data:`MODEL_OUTPUT`.
         record_gradients: record ∂L/∂(output) of each marked operation in later backward passes.
+        adds_one: returns True for a division ``a / (c + |a|)`` with c = 1; None reads the values that
+            autograd has saved.
 
     Returns:
         The ids of the leaves that were found outside of layers.
@@ -155,7 +165,7 @@ def trace(tensor: Tensor, sink: Mark, record_gradients: bool = False) -> set[int
                 mark.consumers.append(consumer)
             continue
         if not is_transparent(node):
-            consumer = _mark_operation(node, consumer, record_gradients)
+            consumer = _mark_operation(node, consumer, record_gradients, adds_one or _adds_one)
         stack += [(below, consumer) for below in _inputs(node, consumer)]
     return leaves
 
@@ -198,13 +208,15 @@ def is_last(mark: Mark) -> bool:
     return not _reaches_layer(mark) and (in_loss or MODEL_OUTPUT in mark.consumers)
 
 
-def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
+def _mark_operation(
+    node: Node, consumer: Mark, record_gradients: bool, adds_one: Callable[[Node], bool]
+) -> Mark:
     """Return the new mark of a node that is no layer."""
     name = node.name()
     shape = _shape(node)
     mark = Mark(
         _describe(node),
-        _transfer_of(node),
+        transfers.Softsign() if _is_softsign(node, adds_one) else _transfer_of(node),
         [consumer],
         width=shape[-1] if shape else 0,
         has_parameters=_has_parameters(node),
@@ -218,8 +230,6 @@ def _mark_operation(node: Node, consumer: Mark, record_gradients: bool) -> Mark:
 
 def _transfer_of(node: Node) -> Transfer | None:
     """Return the transfer that a node computes; None if it is no known, monotone transfer."""
-    if _is_softsign(node):
-        return transfers.Softsign()
     known = _ACTIVATIONS.get(node.name()) or _INSIDE_LOSS.get(node.name())
     try:
         return known(node) if known else None
@@ -270,25 +280,48 @@ def _describe(node: Node) -> str:
     name = node.name()
     if name in _NON_MONOTONE:
         return f"{name.removesuffix('Backward0').lower()} is not monotone: it has no matching loss"
+    if name == "SoftplusBackward0" and _softplus(node) is None:
+        return (
+            f"softplus with a threshold below {_SOFTPLUS_THRESHOLD} is not monotone: it has no "
+            "matching loss"
+        )
     if name == "PowBackward0" and getattr(node, "_saved_exponent", None) == 2:
         return "square"
     short = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
     return f"followed by {short}"
 
 
-def _is_softsign(node: Node) -> bool:
+def _is_softsign(node: Node, adds_one: Callable[[Node], bool]) -> bool:
     """Return True if a node is the division in ``a / (1 + |a|)``, as PyTorch computes softsign."""
     if node.name() != "DivBackward0":
         return False
     numerator, denominator = (function for function, _ in node.next_functions)
     if denominator is None or denominator.name() != "AddBackward0":
         return False
-    absolute = denominator.next_functions[0][0]
+    terms = [function for function, _ in denominator.next_functions]
+    magnitudes = [term for term in terms if term is not None]  # a constant has no node
     return (
-        absolute is not None
-        and absolute.name() == "AbsBackward0"
-        and absolute.next_functions[0][0] is numerator
+        len(magnitudes) == 1
+        and magnitudes[0].name() == "AbsBackward0"
+        and magnitudes[0].next_functions[0][0] is numerator
+        and adds_one(node)
     )
+
+
+def _adds_one(division: Any) -> bool:
+    """Return True if a division's saved denominator is ``1 + |a|``; False if that cannot be seen.
+
+    Autograd does not save the constant itself. Hooks on saved tensors are not called: those of
+    checkpointing would compute the whole block again.
+    """
+    saved = division._raw_saved_self, division._raw_saved_other
+    if any(each.unpack_hook is not None for each in saved):
+        return False
+    a, denominator = division._saved_self.detach(), division._saved_other.detach()
+    if denominator.is_meta or isinstance(denominator, FakeTensor) or denominator.numel() == 0:
+        return False
+    expected = 1 + a.abs()
+    return bool(((denominator == expected) | expected.isnan()).all())
 
 
 def _reaches_layer(mark: Mark) -> bool:
@@ -302,6 +335,13 @@ def _reaches_layer(mark: Mark) -> bool:
             seen.add(id(consumer))
             stack += consumer.consumers
     return False
+
+
+def _softplus(node: Any) -> Transfer | None:
+    """Return softplus if its jump at the threshold, ``exp(−threshold)``, is a rounding error."""
+    if node._saved_threshold < _SOFTPLUS_THRESHOLD:
+        return None
+    return transfers.Softplus(float(node._saved_beta))
 
 
 def _elu(alpha: float, scale: float, input_scale: float) -> Transfer:
