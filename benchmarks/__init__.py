@@ -10,6 +10,7 @@
     python -m benchmarks.timeline      when each kernel of a step runs on the GPU
     python -m benchmarks.rounding      the loss of LocoProp-S with products in TF32
     python -m benchmarks.equal_budgets whole training runs, each method tuned with equal budgets
+    python -m benchmarks.defaults      LocoProp without settings on many small tasks
     python -m benchmarks.fingerprints  are the results of two versions bit-identical?
 
 `results/` contains measurements. `results_table.py` makes tables of whole training runs.

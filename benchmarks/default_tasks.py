@@ -1,0 +1,379 @@
+"""The tasks on which `defaults` compares optimizers: small models, real data, few steps.
+
+A task is data, a model, a loss, a batch size and a number of steps. The seed decides the start of the
+weights and the order of the batches, so that all methods see the same batches.
+
+MNIST, Fashion-MNIST and CURVES come from `torch_locoprop.study.data.datasets`; the text is
+`tinyshakespeare/input.txt` in the folder of `--data-dir` or of `TORCH_LOCOPROP_DATA`. The regression
+`friedman` is a function of the literature and needs no file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from benchmarks.default_models import GPT, autoencoder, cnn, mlp, normalised_mlp, residual_cnn
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.data.datasets import VARIABLE, DatasetError
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+Pair = tuple[Tensor, Tensor]
+
+TESTED = 2000
+"""Number of examples in the test loss, or of text positions."""
+
+
+@dataclass(frozen=True, eq=False)
+class Data:
+    """Training and test examples on a device.
+
+    Args:
+        size: number of training examples.
+        batch: returns inputs and targets of the training examples with these indices.
+        test: inputs and targets of the test examples.
+    """
+
+    size: int
+    batch: Callable[[Tensor], Pair]
+    test: Pair
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task.
+
+    Args:
+        name: its name, which ends in the number of steps.
+        about: what it is, in a few words.
+        data: returns its data, from a data folder and a device.
+        model: makes the model.
+        loss: the loss, a callable of outputs and targets.
+        batch: examples of a batch.
+        steps: number of steps.
+        adamw_under_muon: parts of the names of weights that go to AdamW when Muon trains the rest:
+            embeddings and the layer of the classes.
+        large: True for a task meant for a GPU; `all` does not include it.
+    """
+
+    name: str
+    about: str
+    data: Callable[[Path | None, str], Data]
+    model: Callable[[], nn.Module]
+    loss: Loss
+    batch: int
+    steps: int
+    adamw_under_muon: tuple[str, ...] = ()
+    large: bool = False
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of what decides a run besides the method, so that a changed task is run anew."""
+        with torch.random.fork_rng(devices=[]):
+            model = self.model()
+        parts = [self.batch, self.steps, repr(model), repr(self.loss)]
+        parts += [self.adamw_under_muon, _described(self.data), _described(self.model)]
+        own = {type(part) for part in (*model.modules(), self.loss) if _is_own(type(part))}
+        parts += sorted(inspect.getsource(part) for part in own)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def _described(function: Callable[..., object]) -> str:
+    """Return the source of a function with the arguments that are bound to it."""
+    if isinstance(function, partial):
+        arguments = (function.args, sorted(function.keywords.items()))
+        return f"{inspect.getsource(function.func)}{arguments}"
+    return inspect.getsource(function)
+
+
+def _is_own(kind: type) -> bool:
+    return kind.__module__.startswith("benchmarks")
+
+
+# ---- data ---------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=4)
+def _dataset(name: str, folder: Path | None) -> datasets.Dataset:
+    return datasets.load(name, folder, download=False)
+
+
+def _images(
+    folder: Path | None,
+    device: str,
+    *,
+    name: str,
+    target: str,
+    side: int = 28,
+    shape: str = "row",
+) -> Data:
+    """Return images and what a model has to predict of them.
+
+    Args:
+        folder: the data folder.
+        device: where the data go.
+        name: name of the data set.
+        target: `label`, `image` for autoencoders, or `lower half` for the upper half as input.
+        side: 28, or 14 for means over 2 × 2 pixels.
+        shape: `row`, or `square` for standardised images `[N, 1, side, side]`.
+    """
+    data = _dataset(name, folder)
+
+    def pair(images: Tensor, labels: Tensor | None) -> Pair:
+        squares = images.view(-1, 1, 28, 28)
+        if side == 14:
+            squares = F.avg_pool2d(squares, 2)
+        rows = squares.flatten(1).to(device)
+        if target == "image":
+            return rows, rows
+        if target == "lower half":
+            upper, lower = rows.chunk(2, dim=1)
+            return upper.contiguous(), lower.contiguous()
+        if labels is None:
+            raise DatasetError(f"{name} has no labels; put its label files beside the images.")
+        if shape == "square":
+            rows = ((squares - data.train.mean()) / data.train.std()).to(device)
+        return rows, labels.to(device)
+
+    inputs, targets = pair(data.train, data.train_labels)
+    test_labels = None if data.test_labels is None else data.test_labels[:TESTED]
+    return Data(
+        len(inputs), lambda i: (inputs[i], targets[i]), pair(data.test[:TESTED], test_labels)
+    )
+
+
+def _text(folder: Path | None, device: str, *, context: int) -> Data:
+    """Return stretches of text and, flat, the next character at each of their positions."""
+    base = folder or os.environ.get(VARIABLE)
+    path = Path(base or ".") / "tinyshakespeare" / "input.txt"
+    if not path.is_file():
+        raise DatasetError(
+            f"{path} not found. Name the folder that has tinyshakespeare/input.txt with --data-dir "
+            f"or {VARIABLE}."
+        )
+    text = path.read_text()
+    places = {character: place for place, character in enumerate(sorted(set(text)))}
+    codes = torch.tensor([places[character] for character in text], device=device)
+    cut = int(0.9 * len(codes))
+    steps = torch.arange(context + 1, device=device)
+
+    def taken(part: Tensor, starts: Tensor) -> Pair:
+        rows = part[starts.unsqueeze(1) + steps]
+        return rows[:, :-1], rows[:, 1:].flatten()
+
+    train, test = codes[:cut], codes[cut:]
+    starts = torch.arange(0, len(test) - context, context, device=device)[: TESTED // context]
+    return Data(len(train) - context, lambda i: taken(train, i), taken(test, starts))
+
+
+CHARACTERS = 65
+"""Number of different characters in the text."""
+
+
+def _friedman(folder: Path | None, device: str, *, examples: int) -> Data:
+    """Return Friedman's first regression problem: 10 inputs, 5 of which matter, no noise.
+
+    Inputs and targets have mean zero and variance one.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    x = torch.rand(examples + TESTED, 10, generator=numbers)
+    y = 10 * torch.sin(torch.pi * x[:, 0] * x[:, 1]) + 20 * (x[:, 2] - 0.5) ** 2
+    y = y + 10 * x[:, 3] + 5 * x[:, 4]
+    x, y = (x - 0.5) * 12**0.5, ((y - y.mean()) / y.std()).unsqueeze(1)
+    x, y = x.to(device), y.to(device)
+    return Data(examples, lambda i: (x[i], y[i]), (x[examples:], y[examples:]))
+
+
+# ---- losses -------------------------------------------------------------------------------------
+
+
+class BceSummedOverPixels(nn.BCEWithLogitsLoss):
+    """Cross-entropy summed over the pixels and averaged over the batch, the loss of the paper."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(input, target, reduction="sum") / len(input)
+
+
+# ---- the tasks ----------------------------------------------------------------------------------
+
+
+def _all() -> list[Task]:
+    mnist = partial(partial, _images, name="mnist")
+    fashion = partial(partial, _images, name="fashion-mnist")
+    curves = partial(partial, _images, name="curves", target="image")
+    classes, bce, mse = nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss()
+    bce_sum = nn.BCEWithLogitsLoss(reduction="sum")
+    small = mnist(target="label", side=14)
+    small_fashion = fashion(target="label", side=14)
+    head = ("head", "characters", "positions")
+    return [
+        Task(
+            "classifier-100",
+            "MLP classifier, MNIST, ReLU",
+            mnist(target="label"),
+            partial(mlp, (784, 200, 100, 10), "relu"),
+            *(classes, 128, 100),
+        ),
+        Task(
+            "classifier-16-300",
+            "MLP classifier, Fashion-MNIST, ReLU, small batches",
+            small_fashion,
+            partial(mlp, (196, 128, 128, 10), "relu"),
+            *(classes, 16, 300),
+        ),
+        Task(
+            "classifier-2000",
+            "MLP classifier, Fashion-MNIST, tanh",
+            small_fashion,
+            partial(mlp, (196, 64, 64, 10), "tanh"),
+            *(classes, 64, 2000),
+        ),
+        Task(
+            "deep-layernorm-100",
+            "MLP of 10 layers with LayerNorm, Fashion-MNIST, GELU",
+            small_fashion,
+            partial(normalised_mlp, 196, 64, 10, 10, "layer", "gelu"),
+            *(classes, 256, 100),
+        ),
+        Task(
+            "deep-batchnorm-600",
+            "MLP of 8 layers with BatchNorm, MNIST, ReLU",
+            small,
+            partial(normalised_mlp, 196, 64, 8, 10, "batch", "relu"),
+            *(classes, 100, 600),
+        ),
+        Task(
+            "autoencoder-mean-100",
+            "autoencoder, mean cross-entropy, MNIST, tanh",
+            mnist(target="image"),
+            partial(autoencoder, (784, 200, 100, 30), "tanh"),
+            *(bce, 100, 100),
+        ),
+        Task(
+            "autoencoder-mean-2000",
+            "autoencoder, mean cross-entropy, MNIST, GELU",
+            mnist(target="image", side=14),
+            partial(autoencoder, (196, 64, 16), "gelu"),
+            *(bce, 50, 2000),
+        ),
+        Task(
+            "autoencoder-pixels-100",
+            "autoencoder, cross-entropy summed over the pixels, CURVES, tanh",
+            curves(),
+            partial(autoencoder, (784, 200, 50, 10), "tanh"),
+            *(BceSummedOverPixels(), 1000, 100),
+        ),
+        Task(
+            "autoencoder-sum-200",
+            "autoencoder, cross-entropy summed over pixels and batch, Fashion-MNIST, ReLU",
+            fashion(target="image", side=14),
+            partial(autoencoder, (196, 128, 64, 16), "relu"),
+            *(bce_sum, 200, 200),
+        ),
+        Task(
+            "autoencoder-mse-200",
+            "autoencoder, mean squared error, Fashion-MNIST, ReLU",
+            fashion(target="image", side=14),
+            partial(autoencoder, (196, 128, 64, 16), "relu"),
+            *(mse, 500, 200),
+        ),
+        Task(
+            "halves-300",
+            "regression of the lower from the upper half, MNIST, GELU",
+            mnist(target="lower half", side=14),
+            partial(mlp, (98, 128, 128, 98), "gelu"),
+            *(mse, 32, 300),
+        ),
+        Task(
+            "friedman-200",
+            "regression of Friedman's function, ReLU",
+            partial(_friedman, examples=4000),
+            partial(mlp, (10, 64, 64, 1), "relu"),
+            *(mse, 200, 200),
+        ),
+        Task(
+            "friedman-2000",
+            "regression of Friedman's function, tanh",
+            partial(_friedman, examples=4000),
+            partial(mlp, (10, 64, 64, 1), "tanh"),
+            *(mse, 64, 2000),
+        ),
+        Task(
+            "cnn-200",
+            "CNN, MNIST, ReLU",
+            mnist(target="label", shape="square"),
+            partial(cnn, "relu", (8, 16), 28),
+            *(classes, 64, 200),
+        ),
+        Task(
+            "cnn-2000",
+            "CNN, Fashion-MNIST, tanh",
+            fashion(target="label", shape="square", side=14),
+            partial(cnn, "tanh", (8, 16), 14),
+            *(classes, 32, 2000),
+        ),
+        Task(
+            "residual-cnn-100",
+            "residual CNN with BatchNorm, Fashion-MNIST, ReLU",
+            fashion(target="label", shape="square"),
+            partial(residual_cnn, 12),
+            *(classes, 64, 100),
+        ),
+        Task(
+            "gpt-300",
+            "GPT of 2 blocks, Shakespeare, GELU",
+            partial(_text, context=32),
+            partial(GPT, CHARACTERS, 2, 64, 4, 32, "small"),
+            *(classes, 16, 300, head),
+        ),
+        Task(
+            "gpt-2000",
+            "GPT of 1 block with projections that start at zero, Shakespeare, GELU",
+            partial(_text, context=32),
+            partial(GPT, CHARACTERS, 1, 48, 3, 32, "zero"),
+            *(classes, 16, 2000, head),
+        ),
+    ]
+
+
+TASKS = {task.name: task for task in _all()}
+
+SHORT = 600
+"""Tasks of at most so many steps make the group `short`, the others `long`."""
+
+
+def selected(names: list[str]) -> list[Task]:
+    """Return the tasks of these names; a name may be a group or the start of several names.
+
+    The groups are `all`, `short`, `long` and `large`.
+
+    Raises:
+        ValueError: If a name matches no task.
+    """
+    found: dict[str, Task] = {}
+    for name in names:
+        matching = [task for task in TASKS.values() if _matches(task, name)]
+        if not matching:
+            known = ", ".join(["all", "short", "long", *TASKS])
+            raise ValueError(f"Unknown task {name!r}. Known: {known}.")
+        found |= {task.name: task for task in matching}
+    return [task for task in TASKS.values() if task.name in found]
+
+
+def _matches(task: Task, name: str) -> bool:
+    groups = {
+        "all": not task.large,
+        "short": not task.large and task.steps <= SHORT,
+        "long": not task.large and task.steps > SHORT,
+        "large": task.large,
+    }
+    return groups.get(name, task.name == name or task.name.startswith(f"{name}-"))
