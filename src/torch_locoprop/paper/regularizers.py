@@ -9,7 +9,7 @@ the learning rate of the current local iteration. The solvers that apply a regul
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -27,10 +27,19 @@ class Regularizer:
     Attributes:
         name: the name for ``LocoProp(regularizer=...)``.
         needs: ``{"fisher"}`` if a Fisher matrix must be sampled in the backward pass.
+        has_direction: True if a subclass defines ``direction``; set automatically.
+        has_prox: True if a subclass defines ``prox``; set automatically.
     """
 
     name: ClassVar[str] = "none"
     needs: ClassVar[frozenset[str]] = frozenset()
+    has_direction: ClassVar[bool] = False
+    has_prox: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls.has_direction = cls.direction is not Regularizer.direction
+        cls.has_prox = cls.prox is not Regularizer.prox
 
     def direction(
         self, gradient: Tensors, displacement: Tensors, eta: Number, metric: Metric | None
@@ -48,16 +57,6 @@ class Regularizer:
     def prox(self, displacement: Tensor, rate: Number) -> Tensor:
         """Return the proximal map of ``rate · R`` at a displacement, after each local iteration."""
         return displacement
-
-    @property
-    def has_direction(self) -> bool:
-        """True if the regularizer changes the direction of the solver."""
-        return type(self).direction is not Regularizer.direction
-
-    @property
-    def has_prox(self) -> bool:
-        """True if the regularizer has a proximal map."""
-        return type(self).prox is not Regularizer.prox
 
     def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
         """Return ``R(W̃, W)`` as a scalar tensor."""

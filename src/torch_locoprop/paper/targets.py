@@ -86,6 +86,8 @@ class BackPropTarget(Target):
         self, gradient: Tensors, gamma: Number, fisher: Tensor | None
     ) -> Tensors | None:
         """Return ``γ G``."""
+        if not isinstance(gamma, Tensor):
+            return {name: gamma * value for name, value in gradient.items()}
         return {name: spread(gamma, value) * value for name, value in gradient.items()}
 
 

@@ -1,8 +1,9 @@
 """Solvers of the local problem, by name."""
 
-from torch_locoprop.solvers.base import LOCAL_DECAYS, Numbers, Solver, local_rate
+from torch_locoprop.solvers.base import Numbers, Solver
 from torch_locoprop.solvers.exact import Exact
 from torch_locoprop.solvers.first_order import (
+    LOCAL_DECAYS,
     Adagrad,
     Adam,
     FirstOrder,
@@ -10,6 +11,7 @@ from torch_locoprop.solvers.first_order import (
     Nesterov,
     RmsProp,
     Sgd,
+    local_rate,
 )
 
 SOLVERS: dict[str, Solver] = {

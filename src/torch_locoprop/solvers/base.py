@@ -72,7 +72,7 @@ class Solver:
             states: for each trained tensor what the last call returned, ``{}`` at first.
             numbers: learning rate and other numbers of each trained tensor.
             local_steps: number of iterations T.
-            local_decay: schedule of the learning rate over them, see :func:`local_rate`.
+            local_decay: schedule of the learning rate over them, one of ``LOCAL_DECAYS``.
         """
         raise NotImplementedError
 
@@ -104,14 +104,3 @@ class Solver:
     def phase(self, number: int) -> int:
         """Return equal values for problem numbers that are solved by the same sequence of work."""
         return 0
-
-
-LOCAL_DECAYS = ("linear", "constant")
-
-
-def local_rate(t: int, local_steps: int, local_decay: str) -> float:
-    """Return the factor of the learning rate in local iteration t = 0..T−1.
-
-    ``"linear"`` gives ``max(1 − t/T, 1/4)``, ``"constant"`` gives 1.
-    """
-    return max(1 - t / local_steps, 0.25) if local_decay == "linear" else 1.0

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch_locoprop.paper.gram import Gram, RowUse
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors
-from torch_locoprop.solvers.base import Numbers, Solver, States, local_rate
+from torch_locoprop.solvers.base import Numbers, Solver, States
+
+LOCAL_DECAYS = ("linear", "constant")
 
 Advance = Callable[[Tensor, Tensor, Tensors, Numbers, float], None]
 
@@ -193,6 +195,14 @@ class Adam(FirstOrder):
         rate = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
         change = torch.as_tensor(rate).to(m) * m / (v.sqrt() + numbers.eps)
         return change, {"step": t, "square": v, "momentum": m}
+
+
+def local_rate(t: int, local_steps: int, local_decay: str) -> float:
+    """Return the factor of the learning rate in local iteration t = 0..T−1.
+
+    ``"linear"`` gives ``max(1 − t/T, 1/4)``, ``"constant"`` gives 1.
+    """
+    return max(1 - t / local_steps, 0.25) if local_decay == "linear" else 1.0
 
 
 def average(old: Tensor, new: Tensor, decay: Number) -> Tensor:

@@ -35,7 +35,8 @@ from torch_locoprop.paper.gram import Gram, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh
-from torch_locoprop.solvers.base import Checked, Numbers, local_rate
+from torch_locoprop.solvers import Numbers, local_rate
+from torch_locoprop.solvers.base import Checked
 
 ROUNDED = torch.bfloat16  # dtype of the factors of products with products="bf16"
 
