@@ -193,9 +193,18 @@ def test_leaves_to_the_plain_version(case: str) -> None:
 
 
 def test_leaves_small_problems_to_the_plain_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noted(cpu_onednn.Joined):
+        def __init__(self, problem: LocalProblem, gram: Gram | None) -> None:
+            joined.append(len(problem.x))
+            super().__init__(problem, gram)
+
+    joined: list[int] = []
+    monkeypatch.setattr(cpu_onednn, "Joined", Noted)
     monkeypatch.setattr(cpu_onednn, "LARGE", 40 * 5 * 4 + 1)
-    assert not cpu_onednn.fits(problem(rows=40))
-    assert cpu_onednn.fits(problem(rows=41))
+    solved(problem(rows=40))
+    assert not joined
+    solved(problem(rows=41))
+    assert joined == [41, 41]
 
 
 @pytest.mark.parametrize("variant", ["locoprop-m", "locoprop-s"])

@@ -70,16 +70,20 @@ class Joined(Iterate):
 
 
 def fits(problem: LocalProblem) -> bool:
-    """Return True if :class:`Joined` can compute the gradients of a problem and is faster."""
+    """Return True if :class:`Joined` can compute the gradients of a problem on the CPU.
+
+    It is faster if a matrix product has :data:`LARGE` multiplications.
+    """
     weight, x = problem.start.get("weight"), problem.x
-    if SWITCHED_OFF or weight is None or not weight.is_cpu or weight.dim() != 2:
+    if SWITCHED_OFF or weight is None or weight.dim() != 2:
         return False
     if transfer_of(problem) not in TRANSFERS or problem.fixed or problem.base:
         return False
-    rows, matrix = (x.rows, x.square) if isinstance(x, Gram) else (len(x), x)
-    if isinstance(rows, Tensor) or rows * weight.numel() < LARGE:
-        return False
-    tensors = [matrix, *problem.start.values(), *problem.backprop.values()]
+    tensors = [
+        x.square if isinstance(x, Gram) else x,
+        *problem.start.values(),
+        *problem.backprop.values(),
+    ]
     dtype = torch.promote_types(weight.dtype, torch.float32)  # excludes half precision
     return all(type(t) is Tensor and t.dtype == dtype for t in tensors)
 

@@ -61,7 +61,7 @@ def side_streams(most: int = MANY_STREAMS) -> Iterator[SideStream]:
             main.wait_stream(stream)
 
 
-_overlapping = False
+overlapping = False  # True inside of overlapping_backward()
 _early = True  # work may leave the main stream before the backward pass has ended
 _gradient_stream: torch.cuda.Stream | None = None  # of the layer whose backward pass is running
 _used_gradient_streams: list[torch.cuda.Stream] = []
@@ -76,13 +76,13 @@ def overlapping_backward() -> Iterator[None]:
     layer's backward pass, and that only calls of a layer contribute to its gradients. At the end of the
     context the current stream waits for all of this work.
     """
-    global _overlapping, _early
-    before = _overlapping, _early
-    _overlapping, _early = True, True
+    global overlapping, _early
+    before = overlapping, _early
+    overlapping, _early = True, True
     try:
         yield
     finally:
-        _overlapping, _early = before
+        overlapping, _early = before
         leave_gradient_stream()
         _read.clear()
         wait_for_gradient_streams()
@@ -96,11 +96,6 @@ def start_nothing_early() -> None:
     """
     global _early
     _early = False
-
-
-def is_overlapping() -> bool:
-    """Return True inside :func:`overlapping_backward`."""
-    return _overlapping
 
 
 def ready_event() -> torch.cuda.Event | None:
@@ -169,7 +164,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 
 def _starts_early() -> bool:
     """Return True if steps may start during the backward pass."""
-    return _overlapping and _early and _is_recording()
+    return overlapping and _early and _is_recording()
 
 
 def _others(streams: list[torch.cuda.Stream]) -> list[torch.cuda.Stream]:

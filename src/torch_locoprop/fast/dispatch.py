@@ -3,16 +3,19 @@
 Every fast path computes what its plain version computes, to rounding, and is tested against it.
 
 - :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
-- :func:`finite`, :func:`write`: the check and the write of a solution, in one kernel each;
+- :func:`finite`, :func:`write`: the check and the write of a solution;
 - ``streams``: side streams for independent layers while a CUDA graph is recorded;
 - ``graphs``: recording and replaying work as a CUDA graph;
 - ``overlap``: weight gradients computed beside the backward pass.
+
+The modules of GPUs are entered for tensors on a GPU only: a step on a CPU does not pass through them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from torch_locoprop.fast import cpu_gram, cpu_onednn, rmsprop_in_place
@@ -29,7 +32,7 @@ from torch_locoprop.paper.regularizers import Regularizer
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.paper.variants import Variant
-from torch_locoprop.solvers import FirstOrder, Numbers, Solver
+from torch_locoprop.solvers import FirstOrder, Numbers, RmsProp, Solver
 from torch_locoprop.solvers.base import States
 from torch_locoprop.solvers.first_order import Iterate
 
@@ -74,16 +77,18 @@ def solve(
     """
     if not isinstance(solver, FirstOrder) or type(solver).solve is not FirstOrder.solve:
         return solver.solve(problem, states, numbers, local_steps, local_decay)
-    is_rmsprop = rmsprop_in_place.fits(solver)
-    if is_rmsprop and local_iterations.fits(problem, states, numbers):
+    own_rule = type(solver).advance_ is not FirstOrder.advance_
+    is_rmsprop = _is_rmsprop(solver)
+    weight = problem.start.get("weight")
+    by_kernels = is_rmsprop and weight is not None and _is_on_gpu(weight)
+    if by_kernels and local_iterations.fits(problem, states, numbers):
         states = {
             name: states[name] or solver.init(tensor, numbers[name].at(1.0, tensor))
             for name, tensor in problem.start.items()
         }
         return local_iterations.solve(problem, states, numbers, local_steps, local_decay)
     gram = problem.through_gram(local_steps)
-    own_rule = type(solver).advance_ is not FirstOrder.advance_
-    joined = local_steps > 1 and not own_rule and cpu_onednn.fits(problem)
+    joined = local_steps > 1 and not own_rule and _is_large(problem) and cpu_onednn.fits(problem)
     iterate = cpu_onednn.Joined(problem, gram) if joined else Iterate(problem, gram)
     advance = rmsprop_in_place.advance_ if is_rmsprop else solver.advance_
     return solver.iterate(iterate, states, numbers, local_steps, local_decay, advance)
@@ -98,7 +103,7 @@ def advance_(
     rate: float,
 ) -> None:
     """Update a tensor and its state in place by one step, as ``solver.advance_`` does."""
-    advance = rmsprop_in_place.advance_ if rmsprop_in_place.fits(solver) else solver.advance_
+    advance = rmsprop_in_place.advance_ if _is_rmsprop(solver) else solver.advance_
     advance(tensor, gradient, state, numbers, rate)
 
 
@@ -114,10 +119,10 @@ def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gra
     if weight is not None:
         return Gram.of(x, weight)
     small = apart and is_launched_alone(x) and x.numel() * x.shape[-1] <= SMALL
-    if not small and products.square_fits(x):
+    if not small and _is_on_gpu(x) and products.square_fits(x):
         both = products.square(x)
         return Gram(both[..., :-1, :], both[..., -1, :], x.shape[-2])
-    if cpu_gram.fits(x):
+    if x.shape[-1] > cpu_gram.STRIP and cpu_gram.fits(x):
         with full_products(x):
             return Gram(cpu_gram.square(x), x.sum(-2), x.shape[-2])
     return Gram.of(x)
@@ -132,7 +137,7 @@ def is_launched_alone(x: Tensor) -> bool:
     Args:
         x: a tensor on the device of the work.
     """
-    return x.is_cuda and not streams.is_overlapping()
+    return x.is_cuda and not streams.overlapping
 
 
 def may_have_kernels(
@@ -153,31 +158,68 @@ def may_have_kernels(
     return fits and solver.name == "rmsprop"
 
 
-def finite(tensors: Sequence[Tensor], members: int = 1) -> Tensor | None:
-    """Return booleans ``[members]``: True for each member whose entries are all finite.
+def finite(tensors: Sequence[Tensor], members: int | None = None) -> Tensor:
+    """Return a boolean scalar: True if all entries are finite; or ``[members]``, one for each member.
+
+    On a CPU only the extreme entries are checked: ``isfinite`` of all entries takes far longer.
 
     Args:
-        tensors: tensors ``[members, ...]``, or of any shape for one member.
-        members: number of members of a population.
-
-    Returns:
-        The booleans; None if there is no fast path for these tensors.
+        tensors: tensors on one device: of any shape, or ``[members, ...]`` for a population.
+        members: number of members of a population; None without one.
     """
-    return guarded_writes.finite(tensors, members) if availability.supports(tensors) else None
+    if tensors and _is_on_gpu(tensors[0]) and availability.supports(tensors):
+        found = guarded_writes.finite(tensors, members or 1)
+        return found[0] if members is None else found
+    if members is not None:
+        return torch.stack([t.isfinite().flatten(1).all(1) for t in tensors]).all(0)
+    filled = [t for t in tensors if t.numel() > 0] or [tensors[0].new_zeros(1)]
+    if filled[0].is_cpu:
+        numbers = [end for t in filled for end in t.aminmax()]
+    else:
+        numbers = list(torch._foreach_norm(filled, torch.inf))
+    dtype = numbers[0].dtype
+    stacked = torch.stack([n if n.dtype == dtype else n.to(dtype) for n in numbers])
+    return stacked.isfinite().all()
 
 
-def write(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Write new tensors over old ones, for the members whose flag is true.
+def write(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the first tensor of each pair over the second, in place, where ``ok`` is true.
+
+    Tensors keep their addresses, so that CUDA graphs can read them again.
 
     Args:
-        ok: one flag for each member, or a single one.
-        pairs: new and old tensors.
-
-    Returns:
-        False if there is no fast path for these tensors. Nothing was written then.
+        ok: one flag, or one for each member ``[K]`` of tensors ``[K, ...]``.
+        pairs: new and old tensors of equal shapes.
     """
-    tensors = [tensor for pair in pairs for tensor in pair]
-    if not availability.supports(tensors) or any(t.device != ok.device for t in tensors):
+    if pairs and _is_on_gpu(pairs[0][0]):
+        tensors = [tensor for pair in pairs for tensor in pair]
+        if availability.supports(tensors) and all(t.device == ok.device for t in tensors):
+            guarded_writes.write(ok.reshape(-1), pairs)
+            torch.autograd.graph.increment_version([old for _, old in pairs])
+            return
+    for new, old in pairs:
+        flag = ok if ok.device == new.device else ok.to(new.device)
+        if flag.dim() > 0:
+            flag = flag.reshape(-1, *([1] * (new.dim() - 1)))
+        torch.where(flag, new, old, out=old)
+
+
+def _is_on_gpu(tensor: Tensor) -> bool:
+    """Return True if the kernels in ``triton/`` may support a tensor."""
+    return tensor.is_cuda or availability.INTERPRETED
+
+
+def _is_rmsprop(solver: FirstOrder) -> bool:
+    """Return True if the solver is RMSProp, and not a subclass that overrides its step."""
+    cls = type(solver)
+    is_rmsprop = isinstance(solver, RmsProp) and cls.step is RmsProp.step
+    return is_rmsprop and cls.advance_ is FirstOrder.advance_
+
+
+def _is_large(problem: LocalProblem) -> bool:
+    """Return True if a matrix product of the problem is large enough for ``cpu_onednn``."""
+    weight, x = problem.start.get("weight"), problem.x
+    if weight is None or not weight.is_cpu:
         return False
-    guarded_writes.write(ok.reshape(-1), pairs)
-    return True
+    rows = x.rows if isinstance(x, Gram) else len(x)
+    return isinstance(rows, int) and rows * weight.numel() >= cpu_onednn.LARGE

@@ -46,9 +46,7 @@ def can_overlap(layer: Overlapping, x: Tensor, out: Tensor) -> bool:
         x: its input.
         out: its output.
     """
-    if not (
-        cuda_streams.is_overlapping() and _is_worthwhile(x) and type(layer.module) is nn.Linear
-    ):
+    if not (cuda_streams.overlapping and _is_worthwhile(x) and type(layer.module) is nn.Linear):
         return False
     weight, bias = layer.module.weight, layer.module.bias
     if bias is None or not (weight.requires_grad and bias.requires_grad):

@@ -7,17 +7,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from torch_locoprop.fast.triton import rmsprop
+from torch_locoprop.fast.triton import availability, rmsprop
 from torch_locoprop.paper.tensors import Tensors
-from torch_locoprop.solvers import FirstOrder, RmsProp
+from torch_locoprop.solvers import RmsProp
 from torch_locoprop.solvers.base import Numbers
-
-
-def fits(solver: FirstOrder) -> bool:
-    """Return True if the solver is RMSProp, and not a subclass that overrides its step."""
-    cls = type(solver)
-    is_rmsprop = isinstance(solver, RmsProp) and cls.step is RmsProp.step
-    return is_rmsprop and cls.advance_ is FirstOrder.advance_
 
 
 def advance_(
@@ -33,11 +26,12 @@ def advance_(
         rate: a factor of the learning rate.
     """
     v, m = state["square"], state["momentum"]
-    own = rmsprop.numbers_of(numbers)
-    if rmsprop.fits([tensor, gradient, v, m], own):
+    own = (numbers.lr, numbers.momentum, numbers.decay, numbers.eps)
+    on_gpu = tensor.is_cuda or availability.INTERPRETED
+    if on_gpu and rmsprop.fits([tensor, gradient, v, m], own):
         in_place = rmsprop.TensorAndState(tensor, v, m)
         rmsprop.step(in_place, in_place, gradient, numbers, rate)
-    elif any(isinstance(number, Tensor) for number in own):
+    elif True in [isinstance(number, Tensor) for number in own]:
         RmsProp().advance_(tensor, gradient, state, numbers, rate)
     else:
         eta, mu, rho, eps = map(float, own)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
-from torch_locoprop.stepping.write_back import all_finite
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def drop_momentum(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) 
 
 def decreases_objective(problem: LocalProblem, new: Tensors) -> Tensor:
     """Return a boolean scalar: True if a solution is finite and its objective not above the start's."""
-    return all_finite(list(new.values())) & (problem.objective(new) <= 0)
+    return dispatch.finite(list(new.values())) & (problem.objective(new) <= 0)
 
 
 def cap_factor(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:

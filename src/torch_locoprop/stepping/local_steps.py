@@ -18,20 +18,13 @@ from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED
-from torch_locoprop.solvers.base import States
+from torch_locoprop.solvers.base import Checked, States
 from torch_locoprop.stepping.build_problem import local_problem, running_fisher
 from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.method import Method, Plan
 from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
-from torch_locoprop.stepping.write_back import (
-    all_finite,
-    is_finite,
-    state_like,
-    state_pairs,
-    write_if,
-)
 
 if TYPE_CHECKING:
     from torch_locoprop.reporting.messages import Notices
@@ -96,7 +89,7 @@ class LocalSteps:
     def solve(self, layer: LayerRecord) -> Directions:
         """Solve one layer's problem and write the solution, or return it as gradients."""
         trained = layer.with_gradient
-        owner, parameter = next(iter(trained.items()))
+        owner = next(iter(trained))
         group, method = self.plan.group(layer), self.plan.method_now(layer)
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
         if unrecorded and layer.shared_facts is None:
@@ -107,15 +100,15 @@ class LocalSteps:
             self.notices.not_called(layer.name)
         elif layer.note == NOT_CALLED:
             layer.note = ""
-        state = state_like(parameter, self.state[parameter])
-        fisher = running_fisher(layer, method, state.get("fisher"))
+        states = {name: _state_like(p, self.state[p]) for name, p in trained.items()}
+        fisher = running_fisher(layer, method, states[owner].pop("fisher", None))
         if fisher is None and method.needs_fisher:
             method = self._without_fisher(layer, method)
         problem = local_problem(layer, method, self.group_of, fisher, self.terms, self.has_outer)
         new, states = dispatch.solve(
             method.solver,
             problem,
-            {n: state_like(p, self.state[p], without="fisher") for n, p in trained.items()},
+            states,
             {name: numbers(self.group_of[p]) for name, p in trained.items()},
             method.local_steps,
             group["local_decay"],
@@ -134,17 +127,18 @@ class LocalSteps:
     ) -> Directions:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
         group = self.plan.group(layer)
-        settled = is_finite(new, states)
+        entries = [*new.values(), *(entry for own in states.values() for entry in own.values())]
+        settled = new.finite[0] if isinstance(new, Checked) else dispatch.finite(entries)
         kept = [
             pair
             for name, state in states.items()
-            for pair in state_pairs(self.state[layer.tensors[name]], state, settled)
+            for pair in _state_pairs(self.state[layer.tensors[name]], state, settled)
         ]
         cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
         found = Guarded(new)
         if group["gate"] or cap is not None:
             found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
-        ok = all_finite(list(found.new.values())) if group["gate"] else settled
+        ok = dispatch.finite(list(found.new.values())) if group["gate"] else settled
         layer.count("skipped", ~ok)
         layer.count("gated", found.gated)
         layer.count("capped", found.capped)
@@ -156,11 +150,11 @@ class LocalSteps:
         }
         applied = [(value, p) for p, value in solution.items()] if self.apply == "replace" else []
         if group["gate"]:
-            write_if(settled, kept)
+            dispatch.write(settled, kept)
             drop_momentum([self.state[layer.tensors[name]] for name in states], found.gated)
-            write_if(ok, applied)
+            dispatch.write(ok, applied)
         else:
-            write_if(ok, [*kept, *applied])
+            dispatch.write(ok, [*kept, *applied])
         if self.apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self.has_outer:
@@ -186,3 +180,43 @@ def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
     parts = (method.variant, method.regularizer, method.solver, transfer, weight)
     all_rows = plan.group(layer)["max_rows"] is None
     return all_rows and dispatch.may_have_kernels(layer.kind.linear_map, *parts)
+
+
+def _state_like(parameter: nn.Parameter, state: Tensors) -> Tensors:
+    """Return a parameter's state in the parameter's dtype and on its device.
+
+    Args:
+        parameter: the parameter, which may have been moved since the last step.
+        state: the solver's state of the parameter.
+    """
+    return {
+        key: value.to(parameter.device) if key == "step" else value.to(parameter)
+        for key, value in state.items()
+    }
+
+
+def _state_pairs(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs of new and old entries of a state, to be written in place.
+
+    If an entry cannot be written in place, all entries are put into ``state`` at once (if ``ok``), and
+    no pairs are returned.
+
+    Args:
+        state: the state, which may have no entries yet.
+        new: the new entries.
+        ok: a boolean scalar: True if the new entries may be used.
+    """
+    pairs = []
+    for key, entry in new.items():
+        old = state.get(key)
+        if old is None or (old.shape, old.dtype, old.device) != (
+            entry.shape,
+            entry.dtype,
+            entry.device,
+        ):
+            if bool(ok):
+                state.update(new)
+            return []
+        if entry is not old:
+            pairs.append((entry, old))
+    return pairs

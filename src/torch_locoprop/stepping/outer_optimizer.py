@@ -23,11 +23,11 @@ from torch.optim import Optimizer
 
 from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import unknown
+from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.fallback_optimizer import move_state
 from torch_locoprop.stepping.guards import Guarded, cap_factor
-from torch_locoprop.stepping.write_back import write_if
 
 RATE_TOLERANCE = 1e-6  # relative difference of equal learning rates, which schedules round
 APPLY = ("replace", "gradient", "nothing")
@@ -283,5 +283,5 @@ def capped_step(
         cap = group_of[layer.given[0]]["cap"]
         factor = cap_factor(moved.values(), [start.get(weight, weight)], cap)
         over = factor < 1
-        write_if(over, [(start[p] + factor * change, p) for p, change in moved.items()])
+        dispatch.write(over, [(start[p] + factor * change, p) for p, change in moved.items()])
         layer.count("capped", over)

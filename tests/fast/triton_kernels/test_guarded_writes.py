@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.triton import availability, guarded_writes
-from torch_locoprop.stepping.write_back import write_if
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
@@ -44,6 +44,6 @@ def test_nothing_at_all(device: str) -> None:
 def test_autograd_hears_of_it(device: str) -> None:
     new, old = torch.ones(7, device=device), torch.zeros(7, device=device)
     before = old._version
-    write_if(torch.tensor(True, device=device), [(new, old)])
+    dispatch.write(torch.tensor(True, device=device), [(new, old)])
     assert old._version > before
     assert old.all()

@@ -45,7 +45,7 @@ def test_what_is_left_to_others(device: str) -> None:
 def test_small_products_beside_a_backward_pass_are_those_of_torch(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dispatch, "is_launched_alone", lambda x: not cuda_streams.is_overlapping())
+    monkeypatch.setattr(dispatch, "is_launched_alone", lambda x: not cuda_streams.overlapping)
     x = torch.randn(20, 9, device=device)
     calls: list[int] = []
     square = matrix_products.square

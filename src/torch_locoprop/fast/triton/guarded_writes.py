@@ -1,6 +1,6 @@
 """The check that a solution is finite, and its write, each in one kernel for all tensors of a size.
 
-The plain versions are in ``stepping/write_back.py``; on a GPU they read every tensor several times.
+The plain versions are in ``fast/dispatch.py``; on a GPU they read every tensor several times.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from torch_locoprop.paper.tensors import Tensors, spread
 from torch_locoprop.paper.transfers import Sigmoid, Tanh, Transfer
 from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, Solver
-from torch_locoprop.stepping.write_back import finite_members, write_if
+from torch_locoprop.solvers.base import Checked
 
 MOST = 8  # side streams: each has memory of its own, and a population needs few to fill a GPU
 NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
@@ -272,7 +272,9 @@ class Population:
 
     def _write(self, m: int, new: Tensors, states: dict[str, Tensors]) -> None:
         """Write finite solutions in place, as replaying a CUDA graph requires."""
-        ok = finite_members(new, states, len(self))
+        entries = [*new.values(), *(entry for own in states.values() for entry in own.values())]
+        tensors = [t for t in entries if t.dim() > 0]
+        ok = new.finite if isinstance(new, Checked) else dispatch.finite(tensors, len(self))
         self.skips[m] += (~ok).long()
         pairs = [(value, self.layers[m][name]) for name, value in new.items()]
         for name in new:
@@ -284,7 +286,7 @@ class Population:
                     old.copy_(entry)
                 else:
                     pairs.append((entry, old))
-        write_if(ok, pairs)
+        dispatch.write(ok, pairs)
 
 
 def _behind(transfer: Transfer, a: Tensor, y: Tensor, v: Tensor) -> Tensor:
