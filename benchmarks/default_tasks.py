@@ -345,16 +345,71 @@ def _all() -> list[Task]:
     ]
 
 
-TASKS = {task.name: task for task in _all()}
+def _large() -> list[Task]:
+    """Return larger tasks for a GPU, which `all` does not include."""
+    mnist = partial(partial, _images, name="mnist")
+    fashion = partial(partial, _images, name="fashion-mnist")
+    classes = nn.CrossEntropyLoss()
+    head = ("head", "characters", "positions")
+    return [
+        Task(
+            "large-classifier-1000",
+            "MLP of 6 layers with LayerNorm, Fashion-MNIST, GELU",
+            fashion(target="label"),
+            partial(normalised_mlp, 784, 1024, 6, 10, "layer", "gelu"),
+            *(classes, 512, 1000),
+            large=True,
+        ),
+        Task(
+            "large-autoencoder-mean-1000",
+            "the paper's autoencoder, mean cross-entropy, MNIST, tanh",
+            mnist(target="image"),
+            partial(autoencoder, (784, 1000, 500, 250, 30), "tanh"),
+            *(nn.BCEWithLogitsLoss(), 1000, 1000),
+            large=True,
+        ),
+        Task(
+            "large-autoencoder-mse-1000",
+            "the paper's autoencoder, mean squared error, Fashion-MNIST, ReLU",
+            fashion(target="image"),
+            partial(autoencoder, (784, 1000, 500, 250, 30), "relu"),
+            *(nn.MSELoss(), 256, 1000),
+            large=True,
+        ),
+        Task(
+            "large-residual-cnn-600",
+            "residual CNN with BatchNorm, Fashion-MNIST, ReLU",
+            fashion(target="label", shape="square"),
+            partial(residual_cnn, 64),
+            *(classes, 256, 600),
+            large=True,
+        ),
+        Task(
+            "large-gpt-1000",
+            "GPT of 6 blocks, Shakespeare, GELU",
+            partial(_text, context=128),
+            partial(GPT, CHARACTERS, 6, 384, 6, 128, "small"),
+            *(classes, 32, 1000, head),
+            large=True,
+        ),
+    ]
+
+
+TASKS = {task.name: task for task in (*_all(), *_large())}
 
 SHORT = 600
 """Tasks of at most so many steps make the group `short`, the others `long`."""
 
+GROUPS: dict[str, Callable[[Task], bool]] = {
+    "all": lambda task: not task.large,
+    "short": lambda task: not task.large and task.steps <= SHORT,
+    "long": lambda task: not task.large and task.steps > SHORT,
+    "large": lambda task: task.large,
+}
+
 
 def selected(names: list[str]) -> list[Task]:
-    """Return the tasks of these names; a name may be a group or the start of several names.
-
-    The groups are `all`, `short`, `long` and `large`.
+    """Return the tasks of these names; a name may be one of `GROUPS` or the start of several names.
 
     Raises:
         ValueError: If a name matches no task.
@@ -363,17 +418,13 @@ def selected(names: list[str]) -> list[Task]:
     for name in names:
         matching = [task for task in TASKS.values() if _matches(task, name)]
         if not matching:
-            known = ", ".join(["all", "short", "long", *TASKS])
+            known = ", ".join([*GROUPS, *TASKS])
             raise ValueError(f"Unknown task {name!r}. Known: {known}.")
         found |= {task.name: task for task in matching}
     return [task for task in TASKS.values() if task.name in found]
 
 
 def _matches(task: Task, name: str) -> bool:
-    groups = {
-        "all": not task.large,
-        "short": not task.large and task.steps <= SHORT,
-        "long": not task.large and task.steps > SHORT,
-        "large": task.large,
-    }
-    return groups.get(name, task.name == name or task.name.startswith(f"{name}-"))
+    if name in GROUPS:
+        return GROUPS[name](task)
+    return task.name == name or task.name.startswith(f"{name}-")

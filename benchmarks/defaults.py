@@ -4,6 +4,7 @@
     python -m benchmarks.defaults run --data-dir DATA --jobs 2           # run what is missing
     python -m benchmarks.defaults run --methods ours --ours lr=0.02 --tasks short      # try a candidate
     python -m benchmarks.defaults run --timed --threads 2                # times too, on an idle machine
+    python -m benchmarks.defaults run --device cuda --tasks all large --timed           # on a GPU
     python -m benchmarks.defaults show benchmarks/results/defaults-cpu.json --figure profile.png
 
 Methods: ours, `Adam()` and `AdamW()` with their defaults, and Adam, AdamW, Muon and SOAP at the best of

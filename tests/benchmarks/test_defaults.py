@@ -79,7 +79,7 @@ def test_the_tasks_are_as_varied_as_promised() -> None:
     assert all(str(task.steps) == task.name.rsplit("-", 1)[1] for task in tasks)
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", [task.name for task in selected(["all"])])
 def test_every_task_trains_by_every_method(name: str, images: None, text: Path) -> None:
     for method in ("adam", "adamw", "muon", "soap", "ours"):
         run = train(Job(name, method, {} if method == "ours" else ADAM, 0, "cpu"), text, steps=20)
@@ -118,6 +118,15 @@ def test_groups_and_beginnings_of_names_select_tasks() -> None:
     assert "gpt-300" not in names
     with pytest.raises(ValueError, match=r"Unknown task 'frieda'. Known: all, short"):
         selected(["frieda"])
+
+
+def test_large_tasks_are_run_only_if_they_are_asked_for() -> None:
+    large = {task.name for task in selected(["large"])}
+    small = {task.name for task in selected(["all"])}
+    assert len(large) >= 4
+    assert not large & small
+    assert large | small == set(TASKS)
+    assert small == {task.name for task in selected(["short", "long"])}
 
 
 def test_a_changed_task_has_another_key() -> None:
@@ -356,10 +365,20 @@ def test_a_run_writes_what_its_tables_are_made_of(
     path, picture = tmp_path / "deeper" / "out.json", tmp_path / "profile.png"
     ask = ["run", "--tasks", "friedman-200", "--device", "cpu", "--cache", str(tmp_path / "cache")]
     ask += ["--published", str(tmp_path / "none.json")]
-    defaults.main([*ask, "--methods", "adam()"])
-    capsys.readouterr()
+    Cache(tmp_path / "cache", None).put(result(timed=False))
     # A candidate alone is compared with the baselines that are in the cache.
-    ask += ["--methods", "ours", "--ours", "lr=1e-4", "--ours", "", "--out", str(path)]
+    ask += [
+        "--methods",
+        "ours",
+        "--ours",
+        "lr=1e-4",
+        "--ours",
+        "",
+        "--jobs",
+        "2",
+        "--out",
+        str(path),
+    ]
     defaults.main(ask)
     printed = capsys.readouterr().out
     assert "2 runs, 0 more are in the cache" in printed
