@@ -10,7 +10,7 @@ import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp, Variant
+from torch_locoprop import Guards, LocoProp, Variant
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient
 from torch_locoprop.solvers import Exact
@@ -99,6 +99,43 @@ def test_an_empty_batch_moves_nothing(case: dict[str, Any]) -> None:
     opt.step()
     assert_close(weights(model), before, 0.0)
     assert not any(opt.skipped_updates.values())
+
+
+@pytest.mark.parametrize("case", [*CASES, {"max_rows": 3}, {"guards": Guards(cap=1.0)}], ids=str)
+@pytest.mark.parametrize("shape", [(9, 6), (2, 5, 6), (6,)])
+def test_layers_of_width_zero(case: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """The bias of a layer without inputs is trained; a layer without outputs has nothing to train."""
+    model = nn.Sequential(nn.Linear(6, 0), nn.Tanh(), nn.Linear(0, 3)).double()
+    opt = LocoProp(
+        model, **{"variant": "locoprop-m", "lr": 1e-3, "output_transfer": "linear", **case}
+    )
+    for seed in range(2):
+        model(batch(*shape, seed=seed)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert (model[2].bias < 0).all()  # its initial value is zero
+    assert not any(opt.skipped_updates.values())
+
+
+@pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
+def test_the_local_problem_of_a_layer_without_inputs(variant: str) -> None:
+    """All rows are equal: five local iterations equal those of a vector."""
+    model = nn.Sequential(nn.Linear(0, 3), nn.Tanh()).double()
+    b = batch(3)
+    with torch.no_grad():
+        model[0].bias.copy_(b)
+    opt = LocoProp(
+        model, variant=variant, solver="sgd", lr=0.01, gamma=2.0, local_steps=5,
+        momentum=0.0, local_decay="constant",
+    )  # fmt: skip
+    model(batch(9, 0)).square().sum().backward()
+    opt.step()
+    f = torch.tanh if variant == "locoprop-m" else nn.Identity()
+    g = 2 * b.tanh() * (1 - b.tanh() ** 2)
+    target = f(b) - 2.0 * g
+    for _ in range(5):
+        b = b - 0.01 * 9 * (f(b) - target)
+    assert_close([model[0].bias.detach()], [b])
 
 
 def test_a_head_of_zeros_with_natural_targets() -> None:

@@ -42,7 +42,8 @@ class LinearLayer:
     def rows(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
             tensor = tensor.to_dense()
-        return tensor.reshape(-1, tensor.shape[-1])
+        # Not reshape(-1, n), which cannot tell the number of rows of a layer without features.
+        return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
     def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
         return self.rows(tensor)[samples]

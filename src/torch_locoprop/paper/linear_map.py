@@ -78,5 +78,5 @@ class Dense:
 def with_ones(x: Tensor, weight: bool, bias: bool) -> Tensor:
     """Return the columns of ``x`` if ``weight``, followed by a column of ones if ``bias``."""
     columns = [x] if weight else []
-    columns += [torch.ones_like(x[..., :1])] if bias else []
+    columns += [x.new_ones(*x.shape[:-1], 1)] if bias else []
     return torch.cat(columns, dim=-1)

@@ -282,7 +282,7 @@ class LayerRecord:
     @property
     def has_rows(self) -> bool:
         """True if the rows, or XᵀX, of a local problem were recorded, and not only a gradient."""
-        rows = any(call.x.numel() > 0 or call.gram is not None for call in self.calls)
+        rows = self.row_count > 0
         return rows and not self.obstacle
 
     def findings(self) -> list[Finding]:
