@@ -364,6 +364,23 @@ def test_a_convolution_with_a_forward_of_its_own_falls_back() -> None:
     assert "forward of its own" in opt.summary()
 
 
+@pytest.mark.parametrize("patched", [False, True])
+def test_a_convolution_with_a_conv_forward_of_its_own_falls_back(patched: bool) -> None:
+    """As weight standardization has it."""
+
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            return super()._conv_forward(x, weight - weight.mean((1, 2, 3), keepdim=True), bias)
+
+    first = nn.Conv2d(4, 8, 3) if patched else Standardized(4, 8, 3)
+    if patched:
+        first._conv_forward = lambda x, w, b: F.conv2d(x, w - w.mean(), b)  # type: ignore[method-assign]
+    network = nn.Sequential(first, nn.Tanh(), nn.Conv2d(8, 2, 1)).double()
+    opt = LocoProp(network, lr=1e-3, fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert "forward of its own" in opt.summary()
+    assert [layer.name for layer in opt._layers] == ["2"]
+
+
 def test_making_an_optimizer_leaves_a_spectral_norm_as_it_is() -> None:
     """In training, each look at such a weight is another power iteration."""
     network = model(2)

@@ -229,6 +229,93 @@ def test_a_patched_forward_falls_back() -> None:
     assert "Linear has a forward of its own" in opt.summary()
 
 
+class Cubed(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x**3, self.weight, self.bias)
+
+
+def patch(layer: nn.Linear) -> None:
+    layer.forward = lambda x: F.linear(x**3, layer.weight, layer.bias)  # type: ignore[method-assign]
+
+
+def change_class(layer: nn.Linear) -> None:
+    layer.__class__ = Cubed
+
+
+@pytest.mark.parametrize("replace", [patch, change_class])
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_forward_that_is_replaced_later_takes_backprop_steps(
+    replace: Callable[[nn.Linear], None], backend: str | None, steps_before: int
+) -> None:
+    torch.compiler.reset()
+    model = network()
+    opt = LocoProp(
+        model, variant="locoprop-m", solver="sgd", lr=1e-2, gamma=2.0, momentum=0.0, local_steps=7
+    )
+    call = model if backend is None else torch.compile(model, backend=backend)
+    for _ in range(steps_before):
+        call(batch(8, 6)).square().sum().backward()
+        opt.step()
+        opt.zero_grad()
+    replace(model[2])
+    before = weights(model)
+    call(batch(8, 6)).square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    opt.step()
+    plain = [w - 2e-2 * g for w, g in zip(before, gradients, strict=True)]
+    after = weights(model)
+    assert_close(after[2:4], plain[2:4])
+    assert all(not torch.allclose(after[i], plain[i]) for i in (0, 1, 4, 5))
+    rows = opt.summary().splitlines()
+    assert "its forward was replaced after the optimizer was made" in rows[3]
+    assert rows[2].split()[3:5] == ["tanh", "locoprop-m"]
+
+
+class ByKeyword(nn.Linear):
+    def forward(self, *, hidden: Tensor, scale: float = 1.0) -> Tensor:
+        return scale * super().forward(hidden)
+
+
+class OfPairs(nn.Linear):
+    def forward(self, pair: dict[str, list[Tensor]]) -> Tensor:
+        return super().forward(pair["both"][0] + pair["both"][1])
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        (ByKeyword, lambda layer, h: layer(hidden=h, scale=2.0)),
+        (OfPairs, lambda layer, h: layer({"both": [h, h]})),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_subclass_may_take_arguments_of_its_own(
+    kind: type[nn.Linear], call: Callable[[nn.Linear, Tensor], Tensor], backend: str | None
+) -> None:
+    """The layer before it has its transfer, and is not the model's output."""
+
+    class Model(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return call(self.odd, torch.tanh(self.one(x)))
+
+    torch.compiler.reset()
+    model = Model(torch.tanh)
+    model.odd = kind(5, 3).double().requires_grad_(False)
+    del model.two
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-3, output_transfer="sigmoid")
+    used = model if backend is None else torch.compile(model, backend=backend)
+    used(batch(8, 6)).square().sum().backward()
+    opt.step()
+    rows = opt.summary().splitlines()
+    assert rows[2].split()[3:5] == ["tanh", "locoprop-m"]
+    assert not opt._layers[0].is_output
+
+
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "proxprop"])
 def test_a_layer_that_is_not_called_is_told_of_until_it_is(variant: str) -> None:
     model = network()

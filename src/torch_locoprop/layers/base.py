@@ -123,8 +123,27 @@ def layer_kind(module: nn.Module) -> LayerKind | None:
 def call_inputs(
     names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors of a call that :attr:`LayerKind.arguments` names."""
-    return [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
+    """Return the tensors of a call that :attr:`LayerKind.arguments` names.
+
+    A subclass with a forward of its own may take other arguments; then return all tensors among them.
+    """
+    named: list[Any] = [
+        args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(names)
+    ]
+    if all(isinstance(each, Tensor) for each in named):
+        return named
+    return _tensors([*args, *kwargs.values()])
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    """Return all tensors in nested lists, tuples and dicts, by code that torch.compile can trace."""
+    found: list[Tensor] = []
+    for value in list(values.values()) if isinstance(values, dict) else values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple, dict)):
+            found += _tensors(value)
+    return found
 
 
 def joined_inputs(inputs: Sequence[Tensor]) -> Tensor:
@@ -134,21 +153,35 @@ def joined_inputs(inputs: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach() for tensor in inputs], dim=-1)
 
 
-def own_forward(module: nn.Module, *known: Any) -> str | None:
-    """Return a reason if the module's ``forward`` is none of those that are known."""
-    if type(module).forward in known and "forward" not in vars(module):
+def own_forward(module: nn.Module, *known: Any, method: str = "forward") -> str | None:
+    """Return a reason if the module's ``forward`` is none of those that are known.
+
+    Args:
+        module: the module.
+        known: the functions that compute what the local problem has.
+        method: the name of another method to check instead, which ``forward`` calls.
+    """
+    if getattr(type(module), method) in known and not is_patched(module):
         return None
-    return f"{type(module).__name__} has a forward of its own"
+    return f"{type(module).__name__} has a {method} of its own"
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Return True if a function was put on the module itself that replaces its class's forward."""
+    own = vars(module)
+    return "forward" in own or "_conv_forward" in own
 
 
 def unusual_tensors(module: nn.Module) -> str | None:
     """Return a reason if the module's tensors are not just a plain, real weight and a bias."""
     own = module._parameters
     weight = own.get("weight")
+    for name in ("weight", "bias"):  # a bias may be None
+        hidden = name in vars(module) or hasattr(type(module), name)
+        if hidden or name not in own:
+            return f"its {name} is computed (parametrized), not a parameter"
     if weight is None:
-        return "its weight is computed (parametrized), not a parameter"
-    if "bias" not in own:
-        return "its bias is computed (parametrized), not a parameter"
+        return "it has no weight"
     if weight.is_complex():
         return "local problems are real, and its weight is complex"
     if is_traceable_wrapper_subclass(weight):

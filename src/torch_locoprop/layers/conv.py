@@ -27,6 +27,7 @@ _FORWARDS = (
     *(nn.Conv1d.forward, nn.Conv2d.forward, nn.Conv3d.forward),
     *(nn.ConvTranspose1d.forward, nn.ConvTranspose2d.forward, nn.ConvTranspose3d.forward),
 )
+_CONVOLUTIONS = (nn.Conv1d._conv_forward, nn.Conv2d._conv_forward, nn.Conv3d._conv_forward)
 AT_ONCE = 2**22  # numbers in the patches that are unfolded at a time
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -172,7 +173,10 @@ class ConvLayer:
         return self.linear_map.d
 
     def refuses(self, module: nn.Module) -> str | None:
-        return own_forward(module, *_FORWARDS) or unusual_tensors(module)
+        reason = own_forward(module, *_FORWARDS)
+        if not self.linear_map.transposed:
+            reason = reason or own_forward(module, *_CONVOLUTIONS, method="_conv_forward")
+        return reason or unusual_tensors(module)
 
     def matrix(self, name: str, tensor: Tensor) -> Tensor:
         if name == "weight":

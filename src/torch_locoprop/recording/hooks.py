@@ -133,18 +133,20 @@ class ModelHooks:
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
         layer = self.layers.get(module)
-        if layer is not None and not layer.is_intact:  # called with other parameters
-            layer = None
+        if layer is not None and (not layer.is_intact or layer.notice_new_forward()):
+            layer = None  # called with other parameters, or to compute something else
         inputs = call_inputs(kind.arguments, args, kwargs)
         if self.tracing:
             for tensor in inputs:
                 self._search(tensor, LAYER_INPUT)
-        x = joined_inputs(inputs)
         # Only while transfers are searched for: it adds a node to the autograd graph.
         searching = self.tracing or (layer is not None and not layer.decided)
         plain = _without_view(out) if searching else out
-        if layer is not None and (overlaps := dispatch.overlap.can_overlap(layer, x, out)):
-            plain = dispatch.overlap.output(layer, x, out)
+        if layer is not None:
+            x = joined_inputs(inputs)
+            overlaps = dispatch.overlap.can_overlap(layer, x, out)
+            if overlaps:
+                plain = dispatch.overlap.output(layer, x, out)
         assert plain.grad_fn is not None
         node = transfer_detection.matmul_node(plain.grad_fn)
         mark = transfer_detection.mark_layer(node)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch_locoprop.distributed.ddp import LayerFacts, SharedFacts
 from torch_locoprop.fast import dispatch
 from torch_locoprop.layers import LayerKind
+from torch_locoprop.layers.base import is_patched
 from torch_locoprop.paper.gram import RowUse
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import row_reduction, transfer_detection
@@ -25,6 +26,7 @@ from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.gradient_changes import GradientChanges
 from torch_locoprop.recording.transfer_detection import Finding
 
+REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
 _NAMES = ("weight", "bias")
 
 # Random orders of samples, by seed, number of samples and device.
@@ -71,9 +73,13 @@ class LayerRecord:
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
     shared_facts: SharedFacts | None = None  # what all processes know about the layer
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
+    _forward: Any = None  # the forward of the module's class when the record was made
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _changes: GradientChanges = field(default_factory=GradientChanges)  # since the last commit
+
+    def __post_init__(self) -> None:
+        self._forward = type(self.module).forward
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
@@ -231,6 +237,16 @@ class LayerRecord:
         A pass replaces the record if the gradients are None, or were set to zero since the last pass.
         """
         return not self.calls or self._changes.were_zeroed(self.trained)
+
+    def notice_new_forward(self) -> bool:
+        """Return True if the module's forward was replaced since this record was made.
+
+        The layer then takes BackProp steps: what the new forward computes is not known.
+        """
+        replaced = type(self.module).forward is not self._forward or is_patched(self.module)
+        if replaced:
+            self.obstacle = REPLACED
+        return replaced
 
     @property
     def is_intact(self) -> bool:

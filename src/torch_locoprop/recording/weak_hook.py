@@ -141,7 +141,9 @@ def role(key: str) -> str:
     if on_module[0] is not owner:
         return "nothing"
     records = [each.layers[module] for each in on_module if module in each.layers]
-    return "tap" if any(layer.trained for layer in records) else "search"
+    replaced = [layer.notice_new_forward() for layer in records]
+    taps = any(layer.trained for layer in records) and not any(replaced)
+    return "tap" if taps else "search"
 
 
 def mark_compiled(key: str) -> None:
