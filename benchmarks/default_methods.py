@@ -50,10 +50,10 @@ BASELINES = {
     for row in (
         Row("adam()", "Adam()", "adam", _rates(1e-3)),
         Row("adamw()", "AdamW()", "adamw", _rates(1e-3)),
-        Row("adam", "Adam, best of 4", "adam", _rates(1e-3, 3e-3, 1e-2, 3e-2)),
-        Row("adamw", "AdamW, best of 4", "adamw", _rates(1e-3, 3e-3, 1e-2, 3e-2)),
-        Row("muon", "Muon, best of 4", "muon", _rates(3e-3, 1e-2, 3e-2, 1e-1)),
-        Row("soap", "SOAP, best of 4", "soap", _rates(1e-3, 3e-3, 1e-2, 3e-2)),
+        Row("adam", "Adam, best of 4", "adam", _rates(1e-3, 2e-3, 5e-3, 1e-2)),
+        Row("adamw", "AdamW, best of 4", "adamw", _rates(1e-3, 2e-3, 5e-3, 1e-2)),
+        Row("muon", "Muon, best of 4", "muon", _rates(2.5e-3, 5e-3, 1e-2, 2e-2)),
+        Row("soap", "SOAP, best of 4", "soap", _rates(2.5e-3, 5e-3, 1e-2, 2e-2)),
     )
 }
 """The methods that ours is compared with. Adam() and AdamW() are one of the four rates of the next."""
@@ -146,11 +146,13 @@ class MuonAndAdamW(Optimizer):
 
 
 def _muon(model: nn.Module, task: Task, settings: Settings) -> Optimizer:
-    matrices, others = [], []
-    for name, p in model.named_parameters():
-        hidden = p.dim() >= 2 and not any(part in name for part in task.adamw_under_muon)
-        (matrices if hidden else others).append(p)
-    return MuonAndAdamW(matrices, others, **settings)
+    """Return Muon for all matrices and filters but embeddings and the layer of the classes."""
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in tables]
+    if isinstance(task.loss, nn.CrossEntropyLoss):
+        matrices = matrices[:-1]
+    own = set(map(id, matrices))
+    return MuonAndAdamW(matrices, [p for p in model.parameters() if id(p) not in own], **settings)
 
 
 BUILDERS: dict[str, Callable[[nn.Module, Task, Settings], Optimizer]] = {

@@ -60,8 +60,6 @@ class Task:
         loss: the loss, a callable of outputs and targets.
         batch: examples of a batch.
         steps: number of steps.
-        adamw_under_muon: parts of the names of weights that go to AdamW when Muon trains the rest:
-            embeddings and the layer of the classes.
         large: True for a task meant for a GPU; `all` does not include it.
     """
 
@@ -72,7 +70,6 @@ class Task:
     loss: Loss
     batch: int
     steps: int
-    adamw_under_muon: tuple[str, ...] = ()
     large: bool = False
 
     @property
@@ -81,7 +78,7 @@ class Task:
         with torch.random.fork_rng(devices=[]):
             model = self.model()
         parts = [self.batch, self.steps, repr(model), repr(self.loss)]
-        parts += [self.adamw_under_muon, _described(self.data), _described(self.model)]
+        parts += [_described(self.data), _described(self.model)]
         own = {type(part) for part in (*model.modules(), self.loss) if _is_own(type(part))}
         parts += sorted(inspect.getsource(part) for part in own)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
@@ -214,7 +211,6 @@ def _all() -> list[Task]:
     bce_sum = nn.BCEWithLogitsLoss(reduction="sum")
     small = mnist(target="label", side=14)
     small_fashion = fashion(target="label", side=14)
-    head = ("head", "characters", "positions")
     return [
         Task(
             "classifier-100",
@@ -333,14 +329,14 @@ def _all() -> list[Task]:
             "GPT of 2 blocks, Shakespeare, GELU",
             partial(_text, context=32),
             partial(GPT, CHARACTERS, 2, 64, 4, 32, "small"),
-            *(classes, 16, 300, head),
+            *(classes, 16, 300),
         ),
         Task(
             "gpt-2000",
             "GPT of 1 block with projections that start at zero, Shakespeare, GELU",
             partial(_text, context=32),
             partial(GPT, CHARACTERS, 1, 48, 3, 32, "zero"),
-            *(classes, 16, 2000, head),
+            *(classes, 16, 2000),
         ),
     ]
 
@@ -350,7 +346,6 @@ def _large() -> list[Task]:
     mnist = partial(partial, _images, name="mnist")
     fashion = partial(partial, _images, name="fashion-mnist")
     classes = nn.CrossEntropyLoss()
-    head = ("head", "characters", "positions")
     return [
         Task(
             "large-classifier-1000",
@@ -389,7 +384,7 @@ def _large() -> list[Task]:
             "GPT of 6 blocks, Shakespeare, GELU",
             partial(_text, context=128),
             partial(GPT, CHARACTERS, 6, 384, 6, 128, "small"),
-            *(classes, 32, 1000, head),
+            *(classes, 32, 1000),
             large=True,
         ),
     ]

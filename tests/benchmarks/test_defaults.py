@@ -188,18 +188,26 @@ def test_soap_takes_the_steps_of_its_package() -> None:
         assert (p - start).abs().max() > 0.05
 
 
-def test_muon_is_torchs_for_matrices_and_adamw_for_the_rest() -> None:
-    task = TASKS["gpt-300"]
-    torch.manual_seed(0)
-    model = task.model()
-    parts = build("muon", model, task, {"lr": 0.01})._parts
-    own = dict(model.named_parameters())
-    matrices = {p.data_ptr() for p in parts[0].param_groups[0]["params"]}
-    assert matrices == {
-        p.data_ptr() for name, p in own.items() if name.startswith("blocks") and p.dim() == 2
-    }
-    others = {p.data_ptr() for p in parts[1].param_groups[0]["params"]}
-    assert others == {p.data_ptr() for p in own.values()} - matrices
+@pytest.mark.parametrize(
+    ("name", "by_adamw"),
+    [
+        ("gpt-300", {"characters.weight", "positions.weight", "head.weight"}),
+        ("cnn-200", {"5.weight"}),
+        ("autoencoder-mse-200", set()),
+    ],
+)
+def test_adamw_trains_embeddings_and_the_layer_of_the_classes_beside_muon(
+    name: str, by_adamw: set[str]
+) -> None:
+    model = TASKS[name].model()
+    muon, adamw = build("muon", model, TASKS[name], {"lr": 0.01})._parts
+    assert isinstance(muon, torch.optim.Muon)
+    own = {p.data_ptr(): name for name, p in model.named_parameters()}
+    others = {own[p.data_ptr()] for p in adamw.param_groups[0]["params"]}
+    vectors = {name for name, p in model.named_parameters() if p.dim() == 1}
+    assert others == vectors | by_adamw
+    matrices = {own[p.data_ptr()] for p in muon.param_groups[0]["params"]}
+    assert matrices == set(own.values()) - others
 
 
 def test_muon_steps_filters_as_matrices() -> None:
