@@ -30,6 +30,7 @@ from torch_locoprop.study.methods.record import (
     colour,
     get,
     label,
+    marker,
     names,
     register,
 )
@@ -49,6 +50,7 @@ __all__ = [
     "get",
     "import_all",
     "label",
+    "marker",
     "names",
     "register",
 ]

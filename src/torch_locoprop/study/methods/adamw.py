@@ -30,6 +30,7 @@ register(
         f"{UNTUNED}, torch's defaults",
         label="AdamW",
         colour="#c2185b",
+        marker="h",
         cost=ADAPTIVE,
     )
 )

@@ -69,7 +69,8 @@ register(
         _SETTINGS,
         f"{TUNED}, 9 trials of 25 epochs",
         label="exact LocoProp-S",
-        colour="#00a3a3",
+        colour="#009c9c",
+        marker="4",
         space=_SPACE,
     )
 )
@@ -81,6 +82,7 @@ register(
         "5 trials with a smaller model",
         label="exact LocoProp-M",
         colour="#3f6fd1",
+        marker="d",
         space=_SPACE,
     )
 )
@@ -92,6 +94,7 @@ register(
         f"{TUNED}, 16 trials",
         label="exact S + Muon",
         colour="#001f5c",
+        marker="P",
         space={
             "lr": Span(1e-5, 0.1),
             "momentum": SHORT_AVERAGE,

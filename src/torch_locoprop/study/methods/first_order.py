@@ -55,6 +55,7 @@ _register(
     f"{TUNED}, 16 trials",
     label="SGD",
     colour="#a08b6c",
+    marker="|",
     cost=_NOTHING,
 )
 _register(
@@ -64,6 +65,7 @@ _register(
     f"{TUNED}, 32 trials",
     label="Momentum",
     colour="#b5651d",
+    marker=">",
 )
 _register(
     "nesterov",
@@ -72,6 +74,7 @@ _register(
     f"{UNTUNED}, as momentum",
     label="Nesterov",
     colour="#8a4b2a",
+    marker="<",
 )
 _register(
     "adagrad",
@@ -79,7 +82,8 @@ _register(
     {"lr": 0.007131, "eps": 0.0002288},
     f"{TUNED}, 32 trials",
     label="Adagrad",
-    colour="#d98880",
+    colour="#d0736a",
+    marker="p",
     # Here eps is the start of the accumulator, which is 0.1 in TensorFlow.
     space={"eps": Span(1e-4, 1.0)},
 )
@@ -90,6 +94,7 @@ _register(
     f"{TUNED}, 12 trials around the best of 64",
     label="RMSProp",
     colour="#c8401a",
+    marker="s",
     cost=ADAPTIVE,
 )
 _register(
@@ -98,6 +103,7 @@ _register(
     {"lr": 0.001557, "momentum": 0.9276, "decay": 0.9775, "eps": 5.338e-08},
     f"{TUNED}, 32 trials",
     label="Adam",
-    colour="#eaa221",
+    colour="#c98500",
+    marker="D",
     cost=ADAPTIVE,
 )

@@ -24,6 +24,7 @@ register(
         f"lr, damping and clip {TUNED}, 13 trials with every=10",
         label="K-FAC",
         colour="#6a3d9a",
+        marker="*",
         # As in the paper, with two exceptions: damping, whose best value here (0.3) is above the
         # paper's upper end of 0.1, and the bound on the KL divergence, which the paper's K-FAC lacks.
         space={"lr": Span(1e-7, 10.0), "damping": Span(1e-10, 10.0), "clip": Span(1e-3, 1.0)},

@@ -50,13 +50,16 @@ def _register(name: str, source: str, own: dict[str, Any], **fields: Any) -> Non
     )
 
 
-_register("locoprop-m", "reference", {}, label="LocoProp-M", colour="#0b5fa5", cost=_COST)
+_register(
+    "locoprop-m", "reference", {}, label="LocoProp-M", colour="#0b5fa5", marker="o", cost=_COST
+)
 _register(
     "locoprop-s",
     f"{TUNED}, 32 trials",
     {"lr": 1.523e-05, "gamma": 161.7, "decay": 0.99},
     label="LocoProp-S",
-    colour="#4fb3d9",
+    colour="#2d9bc7",
+    marker="^",
     cost=_COST,
 )
 _register(
@@ -64,7 +67,8 @@ _register(
     f"{TUNED}, 9 trials of 26 epochs",
     {"lr": 1.262e-05, "gamma": 100.0, "momentum": 0.9965, "decay": 0.9816},
     label="PocoProp-S",
-    colour="#7f8fd6",
+    colour="#7685d2",
+    marker="H",
 )
 _register(
     "pocoprop-m",
@@ -72,6 +76,7 @@ _register(
     {"lr": 1.304e-05, "gamma": 100.0, "momentum": 0.9979, "decay": 0.9181},
     label="PocoProp-M",
     colour="#2f3e9e",
+    marker="8",
 )
 _register(
     "proxprop",
@@ -79,12 +84,14 @@ _register(
     {"lr": 6.023e-05, "gamma": 100.0, "momentum": 0.9975, "decay": 0.9731},
     label="ProxProp",
     colour="#13807a",
+    marker="2",
 )
 _register(
     "natural-s",
     "3 trials with a smaller model",
     {"lr": 3e-5, "gamma": 10.0, "decay": 0.99},
-    colour="#5fbfae",
+    colour="#2f9d8b",
+    marker="3",
     # The target is a natural-gradient step of length γ, which is of the order of 1.
     space={"gamma": Span(0.1, 100.0)},
 )

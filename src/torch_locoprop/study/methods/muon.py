@@ -38,6 +38,7 @@ register(
         f"lr {TUNED}",
         label="Muon",
         colour="#3d8b37",
+        marker="v",
         space={"lr": Span(1e-5, 0.1), "momentum": SHORT_AVERAGE},
         compared=True,
     )

@@ -58,6 +58,7 @@ register(
         {"lr": 1e-3, "momentum": 0.9},
         f"lr {TUNED}",
         colour="#6b7a2a",
+        marker="x",
         space={"lr": Span(1e-5, 0.1)},
         packages=("pytorch_optimizer", "opt_einsum"),
         install=INSTALL_PEERS,

@@ -29,8 +29,11 @@ TUNED = "tuned on mnist"
 UNTUNED = "untuned"
 """Origin of settings that no search has looked at."""
 
-FALLBACK_COLOURS = ("#555555", "#9c755f", "#bab0ac", "#86bcb6", "#e15759", "#499894")
+FALLBACK_COLOURS = ("#555555", "#9c755f", "#8f8580", "#5d9a93", "#e15759", "#499894")
 """Colours of methods whose record names none, and of methods that are not registered."""
+
+FALLBACK_MARKER = "."
+"""The marker of methods whose record names none, and of methods that are not registered."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,10 @@ class Method:
         source: Where the defaults come from, such as ``"tuned on mnist, 32 trials"``.
         label: The name in figures; by default ``name``.
         colour: The colour in figures and reports, as ``#rrggbb``; by default a shade of grey.
-            LocoProp's are blue, those of BackProp's methods are warm.
+            LocoProp's are blue, those of BackProp's methods are warm. Dark enough to be seen on
+            white: a contrast of at least 3.
+        marker: The mark on its lines in figures, as matplotlib names it, so that a line is
+            recognised without its colour. No other method has it; ``X`` marks diverged runs.
         space: Where settings are searched, if not in the ranges that all methods share
             (``search_space.SHARED``).
         packages: Optional packages that ``build`` imports.
@@ -68,6 +74,7 @@ class Method:
     source: str
     label: str = ""
     colour: str = ""
+    marker: str = ""
     space: Space = field(default_factory=dict)
     packages: tuple[str, ...] = ()
     install: str = ""
@@ -172,6 +179,13 @@ def colour(name: str) -> str:
     base = name.partition("@")[0]
     own = _RECORDS[base].colour if base in _RECORDS else ""
     return own or FALLBACK_COLOURS[sum(map(ord, base)) % len(FALLBACK_COLOURS)]
+
+
+def marker(name: str) -> str:
+    """Return the marker of a method as matplotlib names it, the same for every ``@k``."""
+    base = name.partition("@")[0]
+    own = _RECORDS[base].marker if base in _RECORDS else ""
+    return own or FALLBACK_MARKER
 
 
 def _in_type_of(default: Any, value: Any) -> Any:

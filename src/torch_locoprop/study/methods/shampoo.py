@@ -31,6 +31,7 @@ register(
         f"{TUNED}, 18 trials with every=100, 13 of them unfinished",
         label="Shampoo",
         colour="#b64fa8",
+        marker="+",
         space={"lr": Span(1e-7, 10.0), "eps": Span(1e-10, 0.1)},
         cost=StepCost(
             memory="Σ d₁² + d₂²",
