@@ -54,14 +54,14 @@ def test_without_a_name_it_lists_the_figures(run: Any) -> None:
 def test_it_makes_a_figure_and_reuses_its_runs(run: Any) -> None:
     code, out, err = run("relu", "--quick", *FEW)
     assert code == 0
-    assert out == "relu: figures/relu.png, figures/relu.pdf\n"
+    assert out == "relu: figures/relu.png, figures/relu.pdf, figures/relu.md\n"
     assert "3 runs are missing; they are made in runs." in err
     assert "curves 784-6-3 adam (2 of 3 runs)  epoch 2/2" in err
-    pictures = [Path(f"figures/relu.{kind}").read_bytes() for kind in ("png", "pdf")]
+    pictures = [Path(f"figures/relu.{kind}").read_bytes() for kind in ("png", "pdf", "md")]
     code, out, err = run("relu", "--quick", *FEW, "--json")
     assert (code, err) == (0, "")
     (made,) = json.loads(out)
-    assert made["files"] == ["figures/relu.png", "figures/relu.pdf"]
+    assert made["files"] == ["figures/relu.png", "figures/relu.pdf", "figures/relu.md"]
     assert made["missing"] == []
     assert len(made["runs"]) == 3
     assert all(result_of(folder).finished for folder in made["runs"])
@@ -91,7 +91,8 @@ def test_nothing_to_draw_is_told_and_is_exit_code_one(run: Any) -> None:
     )
     code, out, err = run(*words, "matching-loss")
     assert code == 0, "one of them was drawn"
-    assert out == "matching-loss: figures/matching-loss.png, figures/matching-loss.pdf\n"
+    files = ", ".join(f"figures/matching-loss.{kind}" for kind in ("png", "pdf", "md"))
+    assert out == f"matching-loss: {files}\n"
     assert "relu: none of its runs exists, so it is not drawn." in err
 
 

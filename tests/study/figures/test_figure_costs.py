@@ -100,6 +100,32 @@ def test_the_table_shows_what_is_beyond_backprop() -> None:
     assert faster[1][6:] == ["≈ 0", "9.8"]
 
 
+def test_headers_are_aligned_with_their_columns() -> None:
+    table = [Cost("sgd", 0, 0, 10.0, 5.0), Cost("kfac@10", 2**20, 1.5e9, 32.0, 25.5)]
+    figure = cost_table.draw(table, "title", "subtitle", ["note"])
+    figure.draw_without_rendering()
+    cells = figure.axes[0].tables[0].get_celld()
+    for column, name in enumerate(cost_table.HEAD):
+        boxes = [cells[row, column].get_text().get_window_extent() for row in range(3)]
+        left = name == "method" or "formula" in name
+        edges = [box.x0 if left else box.x1 for box in boxes]
+        assert max(edges) - min(edges) < 1, name  # pixels
+
+
+def test_where_costs_were_measured_is_in_the_picture_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(costs, "measured", lambda config: Cost(config.method, 1.0, 2.0, 3.0, 4.0))
+    shown: list[str] = []
+    draw = cost_table.draw
+    monkeypatch.setattr(cost_table, "draw", lambda *args: shown.extend(args[-1]) or draw(*args))
+    cost_figure.make_costs(small.order(tmp_path), str)
+    assert not any("Made by" in line for line in shown)
+    assert any("beyond BackProp" in line for line in shown)
+    cost_figure.make_costs(small.order(tmp_path, provenance=True), str)
+    assert any("Made by" in line for line in shown)
+
+
 def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
 

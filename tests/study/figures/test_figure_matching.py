@@ -42,3 +42,25 @@ def test_the_picture_has_the_area_and_both_losses() -> None:
         assert len(curves) == len(matching_loss.TARGETS)
     flat = relu.lines[0]  # a = −2: zero for all â ≤ 0
     assert all(y == 0 for x, y in zip(flat.get_xdata(), flat.get_ydata(), strict=True) if x <= 0)
+
+
+def test_the_loss_has_one_symbol() -> None:
+    figure = matching_loss.draw()
+    _, tanh, relu = figure.axes
+    assert tanh.get_ylabel() == relu.get_ylabel() == matching_loss.SYMBOL
+    texts = [text.get_text() for axes in figure.axes for text in axes.texts]
+    assert sum(matching_loss.SYMBOL in text for text in texts) == 1
+    drawn = " ".join([*texts, *(axes.get_ylabel() for axes in figure.axes)])
+    for other in ("L_f", "y", "ŷ"):
+        assert other not in drawn
+
+
+def test_losses_are_told_apart_without_colour() -> None:
+    for axes in matching_loss.draw().axes[1:]:
+        lines = [line for line in axes.lines if len(line.get_xdata()) > 1]
+        assert len({line.get_marker() for line in lines}) == len(lines)
+        assert len({str(line._dash_pattern) for line in lines}) == len(lines)
+        for target, line in zip(matching_loss.TARGETS, lines, strict=True):
+            (at,) = line.get_markevery()
+            assert line.get_xdata()[at] == pytest.approx(target)
+            assert axes.get_ylim()[0] < line.get_ydata()[at] < axes.get_ylim()[1]

@@ -75,10 +75,17 @@ def figure(
     only_existing: Annotated[
         bool, typer.Option("--only-existing", help="Train nothing; draw existing runs.")
     ] = False,
+    provenance: Annotated[
+        bool,
+        typer.Option(
+            "--provenance",
+            help="Write how each picture was made below it too; its caption NAME.md always says it.",
+        ),
+    ] = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make the figures of the paper, and a few more, as PNG and PDF.
+    """Make the figures of the paper, and a few more, as PNG and PDF with captions.
 
     Existing runs are used, on any device and in any precision unless these are
     given. Unfinished runs are continued, and missing runs are trained. Seconds
@@ -132,6 +139,7 @@ def figure(
         without=tuple(without or []),
         jobs=jobs,
         only_existing=only_existing,
+        provenance=provenance,
     )
     made, failed = _make(chosen, request, quiet)
     _tell(made, as_json)
@@ -148,6 +156,7 @@ def _make(
     # matplotlib is slow to import, and no other command needs it.
     from torch_locoprop.study.figures.cost_figure import make_costs
     from torch_locoprop.study.figures.loss_figures import Maker
+    from torch_locoprop.study.figures.matching_loss import make_matching_loss
     from torch_locoprop.study.figures.run_jobs import using_threads
 
     console = Console(stderr=True, highlight=False, markup=False)
@@ -163,7 +172,7 @@ def _make(
 
     maker = Maker(request, watching, say)
     try:
-        made = [_matching(request)] if "matching-loss" in names else []
+        made = [make_matching_loss(request)] if "matching-loss" in names else []
         with using_threads(request.scale.threads):
             made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
             made += [make_costs(request, say)] if "costs" in names else []
@@ -173,15 +182,6 @@ def _make(
     for failure in maker.failures if quiet else ():  # --quiet hides progress, not failures
         console.print(failure, soft_wrap=True)
     return made, bool(maker.failures)
-
-
-def _matching(request: FigureRequest) -> MadeFigure:
-    from torch_locoprop.study.figures import matching_loss, style
-
-    entry = catalog.entry_of("matching-loss")
-    command = request.command_for(entry.name)
-    picture = matching_loss.draw([f"Answers to the paper's {entry.paper}. Made by: {command}"])
-    return MadeFigure(entry.name, tuple(style.save(picture, request.out, entry.name)))
 
 
 def _tell(made: Sequence[MadeFigure], as_json: bool) -> None:

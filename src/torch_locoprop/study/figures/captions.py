@@ -1,4 +1,4 @@
-"""The subtitle and footer of a figure: its task, and how and where its runs were made."""
+"""The titles and the caption of a figure: its task, its numbers, and how its runs were made."""
 
 from __future__ import annotations
 
@@ -6,12 +6,31 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch_locoprop.study import methods
+from torch_locoprop.study.figures import images
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
-from torch_locoprop.study.figures.images import TITLES
+from torch_locoprop.study.figures.final_table import final_table
+from torch_locoprop.study.figures.loss_lines import Drawn
 from torch_locoprop.study.figures.run_library import Found, where_made
 from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_result import RunResult
+
+CUT = (
+    "All lines come from above the frame, which leaves out the first epochs. A caret at its upper edge "
+    "marks a line that is above it later."
+)
+
+
+def title_of(figure: LossFigure, runs: Iterable[Found]) -> str:
+    """Return the title of the picture, with the data sets of its runs."""
+    data = _unique(images.title_of(run.data) for run in runs)
+    return f"{figure.entry.heading} on {_listed(data)}"
+
+
+def with_data(panel: Panel, lines: Iterable[Drawn]) -> Panel:
+    """Return a panel whose title names its data set."""
+    data = _unique(images.title_of(run.data) for line in lines for run in line.runs)
+    return replace(panel, title=f"{panel.title} on {_listed(data)}") if data else panel
 
 
 def subtitle_of(figure: LossFigure) -> str:
@@ -21,6 +40,30 @@ def subtitle_of(figure: LossFigure) -> str:
     return "; ".join(part for part in (figure.note, task) if part)
 
 
+def caption(
+    figure: LossFigure, lines: Sequence[Sequence[Drawn]], title: str, footer: Sequence[str]
+) -> str:
+    """Return the caption file in Markdown: what the figure shows, its numbers, its provenance.
+
+    Args:
+        figure: The figure.
+        lines: The lines of each panel.
+        title: The title of the picture.
+        footer: How and where it was made.
+    """
+    note = f" ({figure.note})" if figure.note else ""
+    parts = [f"# {title}", f"Answers to the paper's {figure.entry.paper}{note}. {CUT}"]
+    tasks: dict[str, tuple[Panel, Sequence[Drawn]]] = {}
+    for panel, drawn in zip(figure.panels, lines, strict=True):
+        if drawn and (
+            panel.task not in tasks or panel.by == "seconds"
+        ):  # the seconds are in its lines
+            tasks[panel.task] = (panel, drawn)
+    for panel, drawn in tasks.values():
+        parts += [f"## {panel.title}" if len(tasks) > 1 else "", final_table(drawn)]
+    return "\n\n".join(filter(None, [*parts, *footer])) + "\n"
+
+
 def footer_of(
     figure: LossFigure,
     runs: Sequence[Found],
@@ -28,7 +71,7 @@ def footer_of(
     missing: Sequence[str],
     command: str,
 ) -> list[str]:
-    """Return the lines below a figure.
+    """Return how and where a figure was made, in lines.
 
     Args:
         figure: The figure.
@@ -38,13 +81,12 @@ def footer_of(
         command: The command that makes the figure.
     """
     configs = [run.config for run in runs]
-    data = _unique(
-        f"{TITLES.get(r.data['name'], r.data['name'])} ({r.data['source']})" for r in runs
-    )
+    # A quick figure says in its note which images it has.
+    data = [] if figure.note else _unique(_data(run.data) for run in runs)
     tasks = _unique(_task(config) for config in configs)
     seeds = _unique(str(config.seed) for config in configs)
     facts = [
-        ", ".join(data),
+        *data,
         *(tasks if len(tasks) <= 3 else []),
         f"{_unique(str(c.epochs) for c in configs)[0]} epochs",
         f"seed{'s' if len(seeds) > 1 else ''} {', '.join(seeds)}"
@@ -56,7 +98,7 @@ def footer_of(
         lines.append(f"Seconds: each method alone for some epochs on {timed_on}.{_graphs(runs)}")
     if missing:
         lines.append(f"Missing: {'; '.join(missing)}.")
-    return [*lines, f"Answers to the paper's {figure.entry.paper}. Made by: {command}"]
+    return [*lines, f"Made by: `{command}`"]
 
 
 def _graphs(runs: Sequence[Found]) -> str:
@@ -119,6 +161,16 @@ def _planned(figure: LossFigure, made: RunConfig) -> tuple[Panel, Series] | None
 
 def _task(config: RunConfig) -> str:
     return f"{config.model}, {config.transfer}, batches of {config.batch_size}"
+
+
+def _data(metadata: dict[str, str]) -> str:
+    name = images.TITLES.get(metadata["name"], metadata["name"])
+    return f"{name} ({metadata['source']})"
+
+
+def _listed(names: Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def _unique(texts: Iterable[str]) -> list[str]:

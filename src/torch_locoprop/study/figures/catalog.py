@@ -7,7 +7,7 @@ for a quick look (`quick.py`). Facts about methods are in their records.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch_locoprop.config.settings import unknown
@@ -30,11 +30,24 @@ def iterations(local_steps: int) -> str:
 
 @dataclass(frozen=True)
 class Entry:
-    """An entry of the list: the name, the title, and the corresponding figures of the paper."""
+    """An entry of the list.
+
+    Args:
+        name: The name of the figure.
+        title: What it shows.
+        paper: The corresponding figures of the paper.
+        task: The title in pictures, which name the data set themselves; by default `title`.
+    """
 
     name: str
     title: str
     paper: str
+    task: str = ""
+
+    @property
+    def heading(self) -> str:
+        """The title in pictures, without the data set."""
+        return self.task or self.title
 
 
 ENTRIES = (
@@ -46,8 +59,8 @@ ENTRIES = (
     Entry("wide", "Wide autoencoder", "Figures 4 (b) and 5 (b)"),
     Entry("deep", "Deep autoencoder", "Figures 4 (c) and 5 (c)"),
     Entry("relu", "ReLU instead of tanh", "Figure 6 (a) and (d)"),
-    Entry("fashion-mnist", "Fashion-MNIST", "Figure 6 (b) and (e)"),
-    Entry("curves", "CURVES", "Figure 6 (c) and (f)"),
+    Entry("fashion-mnist", "Fashion-MNIST", "Figure 6 (b) and (e)", "Standard autoencoder"),
+    Entry("curves", "CURVES", "Figure 6 (c) and (f)", "Standard autoencoder"),
     Entry("batch-100", "Batches of 100", "Figure 7"),
     Entry("test-losses", "Test losses", "Figures 6 (d) to (f) and 8"),
     Entry("costs", "Memory and time of a step beside the formulas", "Table 1"),
@@ -66,7 +79,8 @@ class Series:
     Args:
         label: The label in the legend.
         config: The configuration.
-        painted_as: The method or solver whose colour the line has.
+        painted_as: The method or solver whose colour and marker the line has, or `iterations` where
+            numbers of local iterations are compared.
         fixed: The settings that distinguish the line from others of its method. Tuned settings do
             not replace them.
         origin: Where settings come from that are not the method's own.
@@ -84,7 +98,7 @@ class Series:
         every = self.config.method.partition("@")[2]
         if every:
             return sum(int(every) > least for least in (1, 10, 100))
-        return VARIANTS.index(self.fixed["local_steps"]) if "local_steps" in self.fixed else 0
+        return BY_LOCAL_STEPS.index(self.config.method) if "local_steps" in self.fixed else 0
 
 
 @dataclass(frozen=True)
@@ -163,8 +177,8 @@ class Scale:
 
 FIRST_ORDER = ("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop")
 LOCAL_STEPS = (1, 5, 10, 50)
-VARIANTS = (10, 50, 5, 1)
-"""The numbers of local iterations in the order of their dashes; 10 is a solid line everywhere."""
+BY_LOCAL_STEPS = ("locoprop-s", "locoprop-m")
+"""The methods of which several numbers of local iterations are drawn, in the order of their dashes."""
 
 COMPARED = ("rmsprop", "adam", "locoprop-s", "locoprop-m")
 TEST_LOSSES = ("standard", "wide", "deep", "relu", "fashion-mnist", "curves")
@@ -212,7 +226,7 @@ def loss_figure(name: str, scale: Scale, added: Sequence[str] = ()) -> LossFigur
         ]
     elif name == "test-losses":
         panels = [
-            Panel(entry_of(task).title, task, _compared(scale, task, added), "test_loss")
+            Panel(entry_of(task).heading, task, _compared(scale, task, added), "test_loss")
             for task in TEST_LOSSES
         ]
     else:
@@ -230,8 +244,8 @@ def _compared(scale: Scale, task: str, added: Sequence[str]) -> tuple[Series, ..
 
 def _by_local_steps(scale: Scale) -> tuple[Series, ...]:
     return tuple(
-        scale.series("standard", method, steps)
-        for method in ("locoprop-s", "locoprop-m")
+        replace(scale.series("standard", method, steps), painted_as=iterations(steps))
+        for method in BY_LOCAL_STEPS
         for steps in LOCAL_STEPS
     )
 

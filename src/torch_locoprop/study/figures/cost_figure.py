@@ -6,7 +6,6 @@ import hashlib
 import json
 from typing import Any
 
-from torch_locoprop.study import atomic_files
 from torch_locoprop.study.figures import cost_table, costs, style
 from torch_locoprop.study.figures.catalog import entry_of
 from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
@@ -16,6 +15,8 @@ from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population_run import without_numbers
 
 NAME = "costs"
+COLUMN_NOTES = 2
+"""The first notes say what the columns are, the others where they were measured."""
 
 
 def make_costs(request: FigureRequest, say: Say) -> MadeFigure:
@@ -49,11 +50,11 @@ def make_costs(request: FigureRequest, say: Say) -> MadeFigure:
     subtitle = f"{first.model} autoencoder, b = {first.batch_size}, T = 10"
     if request.scale.note:
         subtitle = f"quick version: {subtitle}"
-    picture = cost_table.draw(table, entry.title, subtitle, notes)
+    shown = notes if request.provenance else notes[:COLUMN_NOTES]
+    picture = cost_table.draw(table, entry.title, subtitle, shown)
     files = style.save(picture, request.out, NAME)
     text = cost_table.markdown(table, notes)
-    files.append(request.out / f"{NAME}.md")
-    atomic_files.write(files[-1], text)
+    files.append(style.save_caption(text, request.out, NAME))
     return MadeFigure(NAME, tuple(files), text=text)
 
 

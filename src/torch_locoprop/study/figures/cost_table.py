@@ -75,7 +75,12 @@ def draw(costs: Sequence[Cost], title: str, subtitle: str, notes: Sequence[str])
     axes = figure.subplots()
     axes.set_axis_off()
     table = axes.table(
-        cellText=cells, colLabels=HEAD, colWidths=WIDTHS, loc="center", cellLoc="right"
+        cellText=cells,
+        colLabels=HEAD,
+        colWidths=WIDTHS,
+        loc="center",
+        cellLoc="right",
+        colLoc="right",
     )
     table.auto_set_font_size(False)
     table.set_fontsize(8.5)

@@ -55,6 +55,12 @@ class Images:
             return metadata.get("source") == PUBLISHED
 
 
+def title_of(metadata: dict[str, str]) -> str:
+    """Return the name of a run's data set in titles; generated curves are not the published ones."""
+    name = TITLES.get(metadata["name"], metadata["name"])
+    return f"{name} (generated)" if "generated" in metadata["source"] else name
+
+
 @lru_cache(maxsize=2)
 def _loaded(images: Images, name: str, download: bool) -> Dataset:
     if images.counts is None:

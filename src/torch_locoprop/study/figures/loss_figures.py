@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.figures import catalog, loss_plot, run_jobs, style, timings
-from torch_locoprop.study.figures.captions import footer_of, subtitle_of
+from torch_locoprop.study.figures import captions, catalog, loss_plot, run_jobs, style, timings
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
+from torch_locoprop.study.figures.loss_lines import Drawn
 from torch_locoprop.study.figures.missing import Missing
 from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
 from torch_locoprop.study.figures.run_library import Found, Library, environment_key
@@ -151,7 +151,7 @@ class Maker:
 
     def _draw(self, figure: LossFigure) -> MadeFigure:
         name, machine = figure.entry.name, ""
-        lines: list[list[loss_plot.Drawn]] = []
+        lines: list[list[Drawn]] = []
         missing = Missing()
         for panel in figure.panels:
             clock = self._clock(panel) if panel.by == "seconds" else None
@@ -165,14 +165,21 @@ class Maker:
             self.say(f"{name}: none of its runs exists, so it is not drawn.")
             return MadeFigure(name, (), (), absent)
         runs = list(used.values())
-        footer = footer_of(figure, runs, machine, absent, self.request.command_for(name))
-        picture = loss_plot.draw(figure, lines, subtitle_of(figure), footer)
+        title = captions.title_of(figure, runs)
+        if len(figure.panels) > 2:
+            named = zip(figure.panels, lines, strict=True)
+            panels = tuple(captions.with_data(panel, drawn) for panel, drawn in named)
+            figure = replace(figure, panels=panels)
+        command = self.request.command_for(name)
+        footer = captions.footer_of(figure, runs, machine, absent, command)
+        shown = footer if self.request.provenance else ()
+        picture = loss_plot.draw(figure, lines, title, captions.subtitle_of(figure), shown)
         files = style.save(picture, self.request.out, name)
+        text = captions.caption(figure, lines, title, footer)
+        files.append(style.save_caption(text, self.request.out, name))
         return MadeFigure(name, tuple(files), tuple(used), absent)
 
-    def _lines(
-        self, panel: Panel, clock: timings.Clock | None, missing: Missing
-    ) -> list[loss_plot.Drawn]:
+    def _lines(self, panel: Panel, clock: timings.Clock | None, missing: Missing) -> list[Drawn]:
         """Return the lines of a panel, and store what is missing."""
         drawn = []
         for position, series in enumerate(panel.series):
@@ -188,7 +195,7 @@ class Maker:
             elif clock and seconds is None:
                 missing.note(panel.task, series.label, "not timed")
             if runs:
-                drawn.append(loss_plot.Drawn(series, runs, seconds))
+                drawn.append(Drawn(series, runs, seconds))
         return drawn
 
     def _clock(self, panel: Panel) -> timings.Clock:

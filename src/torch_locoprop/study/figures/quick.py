@@ -84,5 +84,5 @@ QUICK = Scale(
     },
     images=IMAGES,
     threads=1,  # more threads gain little on such small matrices and lose much on a busy machine
-    note=f"quick version, on {IMAGES[0]:,} embedded curves",
+    note=f"quick version, on {IMAGES[0]:,} generated curves",
 )

@@ -32,6 +32,7 @@ class FigureRequest:
         without: Methods to leave out.
         jobs: The number of runs at the same time.
         only_existing: Train and measure nothing.
+        provenance: Write below each picture how and where it was made, as its caption file does.
     """
 
     scale: Scale
@@ -47,6 +48,7 @@ class FigureRequest:
     without: tuple[str, ...] = ()
     jobs: int = 1
     only_existing: bool = False
+    provenance: bool = False
 
     def command_for(self, name: str) -> str:
         """Return the command that makes the figure of this name."""
@@ -59,7 +61,7 @@ class MadeFigure:
 
     Args:
         name: The name of the figure.
-        files: Its pictures; empty if it could not be drawn.
+        files: Its pictures and its caption; empty if it could not be drawn.
         runs: The folders of its runs.
         missing: What is missing, one phrase per reason.
         text: A table as text, if the figure is a table.

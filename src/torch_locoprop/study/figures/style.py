@@ -8,17 +8,34 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from torch_locoprop.study import atomic_files
-from torch_locoprop.study.methods import colour
+from torch_locoprop.study.methods import colour, marker
 
 INK, FAINT, GRID = "#222222", "#6f6f6f", "#e6e6e6"
 PANEL_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "bold", "color": INK}
-DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
+DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 """The dashes of a method's variants: the first, such as @1, is solid; then @10, @100."""
+
+OVER: tuple[Any, ...] = ((0, (3, 3)), (0, (1.4, 4.6)))
+"""The dashes of lines that lie on another line, which shows in the gaps."""
+
+ITERATIONS = {
+    "T = 1": ("#767676", "s"),
+    "T = 5": ("#1b7f4d", "^"),
+    "T = 10": ("#0b5fa5", "o"),
+    "T = 50": ("#c8401a", "D"),
+}
+"""The colours and markers of numbers of local iterations, where these are compared."""
+
+DIVERGED = "X"
+"""The marker of a run that diverged."""
+
+FONTS: dict[Any, int] = {"pdf.fonttype": 42, "ps.fonttype": 42}
+"""TrueType fonts in PDF files: publishers refuse matplotlib's default, type 3."""
 
 DPI = 160
 
@@ -36,6 +53,8 @@ def new_figure(width: float, height: float, title: str, subtitle: str = "") -> F
 
 def add_footer(figure: Figure, lines: Sequence[str]) -> None:
     """Write small lines below the panels, wrapped to the width of the figure."""
+    if not lines:
+        return
     columns = int(figure.get_figwidth() * 17)
     wrapped = [part for line in lines for part in textwrap.wrap(line, columns)]
     figure.supxlabel(
@@ -44,16 +63,22 @@ def add_footer(figure: Figure, lines: Sequence[str]) -> None:
 
 
 def line_look(painted_as: str, variant: int) -> dict[str, Any]:
-    """Return the colour and dashes of a line; variants of a method differ in shade and dashes."""
-    shade = 1 - 0.62 ** min(variant, 3)
-    red, green, blue = (part + (1 - part) * 0.75 * shade for part in to_rgb(colour(painted_as)))
-    dashes = DASHES[min(variant, len(DASHES) - 1)]
-    return {"color": to_hex((red, green, blue)), "ls": dashes, "lw": 1.9}
+    """Return the colour and dashes of a line; variants of a method differ in dashes."""
+    paint = ITERATIONS[painted_as][0] if painted_as in ITERATIONS else colour(painted_as)
+    return {"color": paint, "ls": DASHES[min(variant, len(DASHES) - 1)], "lw": 1.9}
 
 
-def finish(axes: Axes, title: str) -> None:
-    """Set the title, frame and grid of a panel."""
-    axes.set_title(title, **PANEL_TITLE)
+def marker_look(painted_as: str) -> dict[str, Any]:
+    """Return the marker on a line, which distinguishes methods in grey and to the colour-blind."""
+    shape = ITERATIONS[painted_as][1] if painted_as in ITERATIONS else marker(painted_as)
+    drawn_by_strokes = shape in "|_+x1234"
+    edge = {"mew": 1.6} if drawn_by_strokes else {"mew": 0.7, "mec": "white"}
+    return {"marker": shape, "ms": 8.5 if shape in "*1234+" else 6, **edge}
+
+
+def finish(axes: Axes, title: str, *, small: bool = False) -> None:
+    """Set the title, frame and grid of a panel; the title is `small` where panels are narrow."""
+    axes.set_title(title, **{**PANEL_TITLE, **({"fontsize": 9.5} if small else {})})
     axes.tick_params(colors=INK, which="both", length=3, labelsize=8.5)
     axes.grid(axis="y", color=GRID, lw=0.8)
     axes.set_axisbelow(True)
@@ -69,7 +94,15 @@ def save(figure: Figure, folder: Path, name: str) -> list[Path]:
         content = io.BytesIO()
         # Without the date, equal figures have equal bytes.
         metadata = {"CreationDate": None} if kind == "pdf" else None
-        figure.savefig(content, format=kind, dpi=DPI, metadata=metadata)
+        with matplotlib.rc_context(FONTS):
+            figure.savefig(content, format=kind, dpi=DPI, metadata=metadata)
         paths.append(folder / f"{name}.{kind}")
         atomic_files.write(paths[-1], content.getvalue())
     return paths
+
+
+def save_caption(text: str, folder: Path, name: str) -> Path:
+    """Write the caption of a figure as Markdown and return its path."""
+    path = folder / f"{name}.md"
+    atomic_files.write(path, text)
+    return path

@@ -1,0 +1,106 @@
+"""The visible range of losses, and where lines leave it.
+
+With a range that holds the first epochs and failed runs, the differences at the end could not be seen.
+So lines come in from above, and a line that is above the frame later has a mark at its upper edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from torch_locoprop.study.figures.catalog import Loss
+from torch_locoprop.study.figures.loss_lines import Drawn, Floats
+
+LOGARITHMIC = 2.25
+"""A frame whose highest and lowest loss have at least this ratio gets a logarithmic scale."""
+
+OWN = ("locoprop-s", "locoprop-m")
+"""The methods whose lines end in the frame: the figures are about them."""
+
+STRETCH, STRETCH_FOR_OWN = 1.6, 4.0
+"""How much higher a frame gets at most, so that a line ends in it."""
+
+ROW = 0.045
+"""The height of a name in a frame, as a share of the frame."""
+
+NEARBY = 0.04
+"""Marks of one line are at least this share of its points apart."""
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The visible range of losses."""
+
+    low: float
+    high: float
+    logarithmic: bool
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """The lowest and highest visible loss."""
+        return self.low, self.high
+
+
+def frame_of(lines: Sequence[Drawn], loss: Loss) -> Frame | None:
+    """Return the range from the lowest loss to the median after a tenth of the epochs.
+
+    The range is extended to the ends of lines that are not far above, and to those of LocoProp's own
+    lines from half of the epochs on. The scale is logarithmic if even this range is wide.
+    """
+    known = [(line, line.losses(loss)) for line in lines if not line.diverged]
+    finite = [(line, each) for line, each in known if np.isfinite(each).all() and each.shape[1] > 1]
+    if not finite:
+        return None
+    low = min(float(each.min()) for _, each in finite)
+    early = float(np.median([each[:, max(1, each.shape[1] // 10)].mean() for _, each in finite]))
+    late = float(np.median([each[:, -1].mean() for _, each in finite]))
+    span = max(early - low, 1.5 * (late - low), 1e-3 * abs(low))
+    top = low + 1.05 * span
+    for line, each in finite:
+        own = line.series.config.method in OWN
+        middle = each.shape[1] // 2
+        end = float(each.mean(axis=0)[middle if own else -1 :].max())
+        wanted = end + 0.03 * (end - low)
+        if wanted <= low + (STRETCH_FOR_OWN if own else STRETCH) * span:
+            top = max(top, wanted)
+    # Lines that end above are named in a row each below the upper edge, above the other ends.
+    rows = sum(line.final(loss) > top for line in lines)
+    if low > 0 and top / low >= LOGARITHMIC:
+        return Frame(low / (top / low) ** 0.04, top * (top / low) ** (ROW * rows), True)
+    return Frame(low - 0.04 * (top - low), top + ROW * rows * (top - low), False)
+
+
+def exits(losses: Floats, high: float) -> list[int]:
+    """Return the points at which a line is marked at the upper edge: the peaks above the frame.
+
+    The way into the frame in the first epochs is not marked. A line that never gets there is marked at
+    its end.
+    """
+    with np.errstate(invalid="ignore"):
+        inside = losses <= high
+    if not inside.any():
+        return [len(losses) - 1]
+    entered = int(inside.argmax())
+    outside = [at for at in range(entered, len(losses)) if not inside[at]]
+    peaks: list[int] = []
+    for group in _runs(outside, max(1.0, NEARBY * len(losses))):
+        # A line that ends above the frame is marked where it ends, another where it is highest.
+        last = group[-1] == len(losses) - 1
+        peaks.append(group[-1] if last else max(group, key=lambda at: losses[at]))
+    return peaks
+
+
+def _runs(numbers: Sequence[int], gap: float) -> list[list[int]]:
+    """Return increasing numbers in groups whose members are at most `gap` apart."""
+    if not numbers:
+        return []
+    groups = [[numbers[0]]]
+    for before, after in pairwise(numbers):
+        if after - before > gap:
+            groups.append([])
+        groups[-1].append(after)
+    return groups
