@@ -188,6 +188,7 @@ def tables(comparison: Comparison, measures: Sequence[str] | None = None) -> str
         blocks += [f"{title}:", _losses(comparison, measure)]
     blocks += ["Ours ahead, and the geometric mean of its loss relative to theirs:"]
     blocks += [_scores(comparison, measures or comparison.measures())]
+    blocks += [line for line in [_behind(comparison)] if line]
     errors = comparison.errors()
     return "\n\n".join(blocks + (["\n".join(["Errors:", *errors])] if errors else []))
 
@@ -226,6 +227,17 @@ def _scores(comparison: Comparison, measures: Sequence[str]) -> str:
                 shown.append(f"{result.ahead} of {result.of}, {result.ratio:.3g}")
             lines.append([mine.label, measure, *shown])
     return _markdown(["", "measure", *(row.label for row in others)], lines)
+
+
+def _behind(comparison: Comparison) -> str:
+    """Return a line for each pair of rows: the tasks in which ours is behind at equal steps."""
+    lines = []
+    for mine in (row for row in comparison.rows if row.method == OURS):
+        for other in (row for row in comparison.rows if row.method != OURS):
+            names = score(comparison, mine, other, "steps").behind
+            if names:
+                lines.append(f"{mine.label} behind {other.label}: {', '.join(names)}")
+    return "\n".join(lines)
 
 
 def _markdown(head: list[str], lines: list[list[str]]) -> str:

@@ -356,6 +356,7 @@ def test_the_tables_say_when_times_are_not_reliable() -> None:
     printed = tables(comparison(timed=False))
     assert "NOT RELIABLE" in printed
     assert "1 of 2, 0.816" in printed
+    assert "LocoProp(model) behind Adam(): gpt-300\n" in f"{printed}\n"
 
 
 def test_the_profile_by_hand() -> None:
