@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from torch_locoprop.distributed import ddp
 from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.recording.weak_hook import WeakHook
-from torch_locoprop.reporting.messages import Notices
+from torch_locoprop.stepping.messages import Notices
 
 # Entries of a parameter group that change from step to step without changing the recorded work.
 _MOVING = ("lr", "initial_lr", "params", "steps")

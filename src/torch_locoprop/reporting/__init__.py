@@ -1,1 +1,1 @@
-"""What the optimizer reports to its user: summary, diagnostics and warnings."""
+"""What the optimizer reports to its user when asked: summary and diagnostics."""

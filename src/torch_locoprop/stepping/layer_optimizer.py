@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -29,12 +29,10 @@ from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
+from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Outer
 from torch_locoprop.stepping.requirements import needs_output, require
-
-if TYPE_CHECKING:
-    from torch_locoprop.reporting.messages import Notices
 
 _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a host sync
 

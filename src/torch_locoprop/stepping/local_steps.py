@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,9 @@ from torch_locoprop.stepping.build_problem import local_problem, running_fisher
 from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
+from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Method, Plan
 from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
-
-if TYPE_CHECKING:
-    from torch_locoprop.reporting.messages import Notices
 
 Directions = dict[nn.Parameter, Tensor]  # gradients for an outer optimizer
 
