@@ -72,6 +72,7 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the CPU record and replay work as a GPU does."""
     monkeypatch.setattr(Emulated, "made", 0)
     monkeypatch.setattr(Emulated, "replayed", 0)
+    monkeypatch.setattr(cuda_graph, "DEVICE_TYPES", ("cuda", "cpu"))
     monkeypatch.setattr(cuda_graph, "Recording", Emulated)
     monkeypatch.setattr(cuda_graph, "is_recording", lambda: Emulated.recording)
     monkeypatch.setattr(cuda_graph, "can_record", lambda device: not Emulated.recording)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from torch_locoprop.fast import cuda_streams
+from torch_locoprop.fast import cuda_graph, cuda_streams
 
 
 class Stream:
@@ -44,6 +44,7 @@ class CUDA:
         CUDA.now = self.main = Stream("main")
         self.side = [Stream(f"side {i}") for i in range(cuda_streams.MANY_STREAMS)]
         self.gradient = [Stream(f"gradient {i}") for i in range(cuda_streams.GRADIENT_STREAMS)]
+        monkeypatch.setattr(cuda_graph, "DEVICE_TYPES", ("cuda", "cpu"))
         monkeypatch.setattr(cuda_streams, "_is_recording", lambda: True)
         monkeypatch.setattr(cuda_streams, "_side_streams", lambda device: self.side)
         monkeypatch.setattr(cuda_streams, "_gradient_streams", lambda device: self.gradient)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Unpack, overload
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from torch_locoprop.config.arguments import check_arguments, with_settings
 from torch_locoprop.config.components import Components
@@ -23,7 +23,6 @@ from torch_locoprop.config.groups import (
     warn_of_ignored,
 )
 from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, with_guards
-from torch_locoprop.distributed import ddp
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
@@ -38,7 +37,6 @@ from torch_locoprop.stepping.layer_optimizer import LayerOptimizer
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.outer_optimizer import OuterFactory, capped_step, make_outer
-from torch_locoprop.stepping.requirements import check_recorded_needs
 
 
 @with_settings
@@ -166,7 +164,7 @@ class LocoProp(LayerOptimizer):
             factors = {} if self._outer is None else self._outer.factors(self._groups_with_rates())
             directions = self._iterate_locally(steps, trained)
             if self._outer is not None:
-                with capped_step(self._apply, trained, steps.group_of):
+                with capped_step(self._apply, trained, self._plan.group_of):
                     self._outer.step(directions, factors)
             self._finish(steps)
         return loss
@@ -189,25 +187,21 @@ class LocoProp(LayerOptimizer):
             self._notices.overwritten(overwritten)
         if any(layer.calls and not layer.decided for layer in self._layers):
             self._detect_transfers()
-        if not self._plan.is_current(self._local_groups()):
-            self._plan = self._new_plan()
-            try:
-                check_recorded_needs(self._plan, trained)
-            except RuntimeError:
-                self._require()  # the next pass, of a compiled model too, will record it
-                raise
+        groups = self._local_groups()
+        if not self._plan.is_current(groups):
+            self._plan_again(trained)
         if any("v" in layer.needs for layer in trained):
             self._notices.hooked(trained)
-        forget_other_solvers(self._local_groups(), self.state)
+        if any(group["state_of"] != group["solver"] for group in groups):
+            forget_other_solvers(groups, self.state)
         terms = self._loss_terms()
         if self._hooks.processes is not None:
             terms = agree(self._hooks.processes, list(trained), terms)
-        elif ddp.are_several() and self._plan.has_curvature():
+        elif distributed.is_available() and distributed.is_initialized() and self._drifts():
             self._notices.drifting()
         return LocalSteps(
             plan=self._plan,
             components=self._components,
-            group_of=self._group_of(),
             state=self.state,
             apply=self._apply,
             has_outer=self._outer is not None,
@@ -239,7 +233,7 @@ class LocoProp(LayerOptimizer):
         for group in self._local_groups():
             group["steps"] += 1
         self._step_others()
-        self._require()
+        self._require_next()
         self._warn_of_skipped()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from torch_locoprop.config.groups import Group, decayed
+from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import check_number
 from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.stepping.build_problem import decayed
 
 _BELOW = {  # upper bounds of settings, not included; the lower bound is 0
     "lr": math.inf,

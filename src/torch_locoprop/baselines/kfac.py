@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.baselines.base import check_settings
-from torch_locoprop.config.groups import Group, decayed
+from torch_locoprop.config.groups import Group
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import (
     PREDICTIVE,
@@ -35,6 +35,7 @@ from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.reporting.summary import table, unserved_row
 from torch_locoprop.solvers.exact import eigh
+from torch_locoprop.stepping.build_problem import decayed
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
 
 # Number of first steps that always compute the inverses. Martens & Grosse's Algorithm 2 has 3. If a

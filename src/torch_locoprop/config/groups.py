@@ -6,14 +6,12 @@ import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.settings import LAYER_SETTINGS, check_names, with_guards
 from torch_locoprop.paper.fisher import PREDICTIVE
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.solvers import Numbers
 
 Group = dict[str, Any]
 
@@ -125,28 +123,6 @@ def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[G
         {**group, "params": [p for p in group["params"] if p in parameters]} for group in groups
     ]
     return [group for group in inside if group["params"]]
-
-
-def numbers(group: Group) -> Numbers:
-    """Return the solver's numbers of a group.
-
-    Where an outer optimizer makes the step, schedules move its learning rate, and the local problem
-    keeps the one it began with.
-    """
-    local = group.get("local_lr")
-    lr = group["lr"] if local is None else local
-    return Numbers(lr, group["momentum"], group["decay"], group["eps"])
-
-
-def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
-    """Return where the local iterations start: after weight decay, which spares biases."""
-    if name != "weight" or group["weight_decay"] == 0:
-        return parameter.detach()
-    lr, weight_decay = group["lr"], group["weight_decay"]
-    if isinstance(lr, Tensor) and not lr.is_cpu:  # one kernel
-        return torch.addcmul(parameter, parameter, lr, value=-weight_decay)
-    start: Tensor = parameter * (1 - lr * weight_decay)
-    return start
 
 
 def forget_other_solvers(groups: Iterable[Group], state: MutableMapping[Any, Any]) -> None:

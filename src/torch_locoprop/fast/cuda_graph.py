@@ -24,6 +24,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+DEVICE_TYPES = ("cuda",)  # of devices with streams and CUDA graphs; tests emulate them on others
+
 T = TypeVar("T")
 Group = dict[str, Any]
 Directions = dict[nn.Parameter, Tensor]

@@ -74,6 +74,7 @@ class LayerRecord:
     shared_facts: SharedFacts | None = None  # what all processes know about the layer
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _forward: Any = None  # the forward of the module's class when the record was made
+    _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _changes: GradientChanges = field(default_factory=GradientChanges)  # since the last commit
@@ -100,9 +101,9 @@ class LayerRecord:
 
     @property
     def role(self) -> tuple[object, ...]:
-        """A key of all that decides which method solves the layer's problem."""
-        known = (self.decided, self.explicit, bool(self.note), self.obstacle)
-        return self.transfer, self.is_output, *known
+        """A key of all that decides how the layer is served, and with which note."""
+        known = (self.decided, self.explicit, self.note, self.obstacle)
+        return self.transfer, self.is_output, self.compiled, *known
 
     @property
     def may_overlap(self) -> bool:
@@ -207,6 +208,22 @@ class LayerRecord:
             for call in self.calls
         ]
 
+    def row_use(self, moved: Iterable[str]) -> RowUse | None:
+        """Return what the next step needs of the rows; None: possibly all of them.
+
+        The answer is kept until requirements are set anew, or the layer has another role.
+
+        Args:
+            moved: names of the tensors that the step moves.
+        """
+        if self.use_of_rows is None:
+            return None
+        names = tuple(moved)
+        asked = self.use_of_rows, names, self.role
+        if self._row_use is None or self._row_use[0] != asked:
+            self._row_use = asked, self.use_of_rows(self, names)
+        return self._row_use[1]
+
     def rows_of(self, call: Call) -> int:
         """Return the number of rows of a call, before any were dropped."""
         return call.shape.numel() // max(self.width, 1)
@@ -258,15 +275,13 @@ class LayerRecord:
                 return False
         return weight is not None
 
-    def count(self, what: str, happened: Tensor | None) -> None:
+    def count(self, what: str, happened: Tensor) -> None:
         """Count an event of a step, on the device and without a host sync.
 
         Args:
             what: "skipped", "gated" or "capped".
-            happened: a boolean scalar; None counts nothing.
+            happened: a boolean scalar.
         """
-        if happened is None:
-            return
         known = self.counts.get(what, 0)
         if not isinstance(known, Tensor) or known.device != happened.device:
             known = torch.full((), int(known), device=happened.device)

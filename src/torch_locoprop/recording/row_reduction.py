@@ -52,7 +52,7 @@ def condensed(layer: LayerRecord, call: Call) -> Call:
     tensors = layer.tensors
     own = {id(p) for p in layer.given if p.requires_grad or p.grad is not None}
     moved = [name for name, p in tensors.items() if id(p) in own]
-    use = None if layer.use_of_rows is None else layer.use_of_rows(layer, moved)
+    use = layer.row_use(moved)
     no_rows = use is not None and not use.is_any
     if call.sampled is not None or not no_rows:
         call = _subsampled(layer, call)

@@ -9,10 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from torch_locoprop.paper.variants import Variant
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.model_scan import Unserved, newcomers
-from torch_locoprop.stepping.method import Plan, effective_variant
+from torch_locoprop.stepping.method import LayerPlan, Plan
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 DETECTED_LATER = "transfer is detected in the first step"
@@ -38,9 +37,7 @@ def summary_of(
     """
     present = set(model.modules())
     rows = [
-        layer_row(
-            layer, plan.asked_variant(layer), plan.group(layer)["steps"], layer.module in present
-        )
+        layer_row(layer, plan.of(layer), plan.group(layer)["steps"], layer.module in present)
         for layer in layers
     ]
     for module in unserved:
@@ -52,14 +49,12 @@ def summary_of(
     return table(rows, footer(len(rows), still_there, model, skipped))
 
 
-def layer_row(
-    layer: LayerRecord, asked_for: Variant, steps: int, in_model: bool
-) -> tuple[str, ...]:
+def layer_row(layer: LayerRecord, plan: LayerPlan, steps: int, in_model: bool) -> tuple[str, ...]:
     """Return the row of a layer with a local problem.
 
     Args:
         layer: the record of the layer.
-        asked_for: the variant that the settings ask for.
+        plan: the variant that serves the layer, and a note on it.
         steps: number of steps taken so far.
         in_model: False if the layer was removed from the model.
     """
@@ -68,14 +63,14 @@ def layer_row(
     if not layer.is_intact:
         note = "its parameters were replaced: make a new optimizer"
         return layer.name, layer.kind.kind, "–", "–", "–", note
-    variant, note = effective_variant(asked_for, layer)
+    note = plan.note
     transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
     if not (layer.decided or layer.explicit or layer.note or layer.obstacle):
         note = "no backward pass has reached it yet" if steps else DETECTED_LATER
     if not layer.trained:
         note = "frozen"
     shape = _shapes([layer.tensors["weight"]])
-    return layer.name or "(model)", layer.kind.kind, shape, transfer, variant.name, note
+    return layer.name or "(model)", layer.kind.kind, shape, transfer, plan.variant.name, note
 
 
 def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.config.groups import Group, decayed, numbers
+from torch_locoprop.config.groups import Group
 from torch_locoprop.distributed.ddp import Exchange
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.fisher import running_average, second_moment
@@ -18,12 +18,14 @@ from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import row_weight
+from torch_locoprop.solvers import Numbers
 from torch_locoprop.stepping.method import Method, problems_before
-from torch_locoprop.stepping.requirements import check_rows
+from torch_locoprop.stepping.requirements import changed
 
 
 def local_problem(
     layer: LayerRecord,
+    trained: Mapping[str, nn.Parameter],
     method: Method,
     group_of: Mapping[nn.Parameter, Group],
     fisher: Tensor | None,
@@ -37,16 +39,17 @@ def local_problem(
 
     Args:
         layer: the record of the layer.
+        trained: its tensors that have a gradient.
         method: how its problem is formed.
         group_of: the group of each parameter.
         fisher: Fisher matrix of the pre-activations ``[d, d]``, if the method needs one.
         loss_terms: number of terms of a loss that sums, otherwise 1.
         relative: solve for the displacement instead of the tensors themselves.
     """
-    trained = layer.with_gradient
-    group = group_of[layer.given[0]]
+    group, tensors = group_of[layer.given[0]], layer.tensors
     kind, x = layer.kind, layer.inputs()
-    check_rows(layer, x)
+    if isinstance(x, Gram) and not x.serves(layer.row_use(trained), tensors["weight"]):
+        raise changed(layer, "its inputs, of which only a summary was kept")
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
@@ -60,13 +63,12 @@ def local_problem(
     start = {name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()}
     base = start if relative else {}
     start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
+    part = any(call.kept is not None for call in layer.calls)
     return LocalProblem(
         linear_map=kind.linear_map,
         x=x,
         start=start,
-        fixed={
-            name: kind.matrix(name, p) for name, p in layer.tensors.items() if name not in trained
-        },
+        fixed={name: kind.matrix(name, p) for name, p in tensors.items() if name not in trained},
         backprop={
             name: kind.matrix(name, p.grad if scale == 1 else scale * p.grad)
             for name, p in trained.items()
@@ -78,19 +80,41 @@ def local_problem(
         gamma=group["gamma"],
         eta=numbers(group).lr,
         regularizer=method.regularizer,
-        row_weight=row_weight(layer, of_each),
+        row_weight=row_weight(layer, of_each) if part else of_each,
         # A row's problem has the gradient of the row's own loss, not of its share in the mean.
         g=_scaled(layer.gradients(), of_row) if "g" in target.needs else None,
         v=_scaled(_post_gradients(layer, x), of_row) if "v" in target.needs else None,
         recorded=partial(_recorded, layer, of_row),
         fisher=fisher,
-        before=None if relative else _before(layer, group_of),
+        before=None if relative else _before(layer, trained, group_of),
         base=base,
         products=group["local_products"],
         others=exchange,
         gram_of=dispatch.gram,
         number=problems_before(group),
     )
+
+
+def numbers(group: Group) -> Numbers:
+    """Return the solver's numbers of a group.
+
+    Where an outer optimizer makes the step, schedules move its learning rate, and the local problem
+    keeps the one it began with.
+    """
+    local = group.get("local_lr")
+    lr = group["lr"] if local is None else local
+    return Numbers(lr, group["momentum"], group["decay"], group["eps"])
+
+
+def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
+    """Return where the local iterations start: after weight decay, which spares biases."""
+    if name != "weight" or group["weight_decay"] == 0:
+        return parameter.detach()
+    lr, weight_decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor) and not lr.is_cpu:  # one kernel
+        return torch.addcmul(parameter, parameter, lr, value=-weight_decay)
+    start: Tensor = parameter * (1 - lr * weight_decay)
+    return start
 
 
 def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -> Tensor | None:
@@ -102,9 +126,11 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
         running: the average before this step; None at first.
     """
     component = method.needs_fisher
+    if component is None:
+        return None
     sampled = layer.sampled()
-    if component is None or sampled is None:
-        return running if component else None
+    if sampled is None:
+        return running
     moment = second_moment(sampled)
     if layer.shared_facts is not None:
         moment = layer.shared_facts.average(moment)
@@ -124,9 +150,11 @@ def count_loss_terms(layers: Sequence[LayerRecord]) -> int | None:
     return terms[0] if len(terms) == 1 else None
 
 
-def _before(layer: LayerRecord, group_of: Mapping[nn.Parameter, Group]) -> Before | None:
+def _before(
+    layer: LayerRecord, trained: Mapping[str, nn.Parameter], group_of: Mapping[nn.Parameter, Group]
+) -> Before | None:
     """Return the pre-activations of the forward pass, if they were kept."""
-    a, weight = layer.outputs(), layer.with_gradient.get("weight")
+    a, weight = layer.outputs(), trained.get("weight")
     if a is None or weight is None:
         return None
     return Before(a, group_of[weight]["lr"], group_of[weight]["weight_decay"])

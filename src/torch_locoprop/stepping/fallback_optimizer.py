@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import nn
@@ -57,9 +56,6 @@ class WithFallback(torch.optim.Optimizer):
         if self._fallback is not None:
             move_state(self._fallback)
             self._fallback.step()
-
-    def _local_groups(self) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if not group["fallback"]]
 
 
 def move_state(optimizer: torch.optim.Optimizer) -> None:

@@ -55,7 +55,7 @@ def work_of(
     for layer, own in trained.items():
         if layer.needs or not layer.calls:
             return None
-        key += (layer.name, *own, layer.note, *layer.role)
+        key += (layer.name, *own, *layer.role)
         for call in layer.calls:
             read = _inputs(call)
             key += (call.shape, None if call.kept is None else len(call.kept), len(read))

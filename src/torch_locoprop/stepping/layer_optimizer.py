@@ -19,6 +19,7 @@ from torch_locoprop.config.groups import (
     restricted,
     warn_of_ignored,
 )
+from torch_locoprop.distributed import ddp
 from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
@@ -32,7 +33,12 @@ from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Outer
-from torch_locoprop.stepping.requirements import needs_output, require
+from torch_locoprop.stepping.requirements import (
+    check_recorded_needs,
+    needs_output,
+    require,
+    require_rows,
+)
 
 _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a host sync
 
@@ -83,12 +89,9 @@ class LayerOptimizer(WithFallback):
         """The transfer of the model's output, as far as the user has given it."""
         return self._output_transfer or self._loss_transfer
 
-    def _new_plan(self) -> Plan:
-        return Plan(self._local_groups(), self._group_of(), self._components)
-
     def _require(self) -> None:
         """Plan the next step, and tell layers and hooks what it will need."""
-        self._plan = self._new_plan()
+        self._plan = Plan(self._local_groups(), self._components)
         require(
             self._plan,
             self._layers,
@@ -99,6 +102,27 @@ class LayerOptimizer(WithFallback):
             fisher_missing=self._fisher_missing,
         )
         self._fisher_missing = False
+
+    def _require_next(self) -> None:
+        """Plan the step after this one, unless the plan stays and the passes record for it already."""
+        plan, searching = self._plan, self._hooks.tracing or self._fisher_missing
+        stays = plan.is_required(self._layers) and plan.is_current(self._local_groups())
+        if searching or not stays:
+            self._require()
+
+    def _plan_again(self, trained: Trained) -> None:
+        """Plan this step again, as settings have changed since the passes recorded for it.
+
+        Raises:
+            RuntimeError: if the step needs what was not recorded.
+        """
+        self._plan = Plan(self._local_groups(), self._components)
+        require_rows(self._plan, self._layers, self.state, diagnosed=self._measurements is not None)
+        try:
+            check_recorded_needs(self._plan, trained)
+        except RuntimeError:
+            self._require()  # the next pass, of a compiled model too, will record it
+            raise
 
     def _require_anew(self) -> None:
         """Plan again before a forward pass if settings have changed since the last step."""
@@ -127,8 +151,9 @@ class LayerOptimizer(WithFallback):
 
     def _warn_of_skipped(self) -> None:
         """Warn of updates that were skipped as not finite; on a GPU, look every hundred steps."""
-        if graphs.is_recording():  # the host cannot read the counters now
-            return
+        device = self._layers[0].given[0].device
+        if device.type in graphs.DEVICE_TYPES and graphs.is_recording():
+            return  # the host cannot read the counters now
         counters = {
             layer.name: layer.counts["skipped"]
             for layer in self._layers
@@ -144,6 +169,10 @@ class LayerOptimizer(WithFallback):
     def _counts(self) -> dict[str, dict[str, int]]:
         """Return how often each layer's solutions were skipped, gated and capped."""
         return {layer.name: layer.counted() for layer in self._layers}
+
+    def _drifts(self) -> bool:
+        """Return True if several processes solve problems of their own, which no DDP averages."""
+        return ddp.are_several() and self._plan.has_curvature()
 
     # ---- what a step has before it -------------------------------------------------------------
 
@@ -184,6 +213,10 @@ class LayerOptimizer(WithFallback):
         return [group for group in self.param_groups if group.get("local_lr") is not None]
 
     # ---- parameter groups ----------------------------------------------------------------------
+
+    def _local_groups(self) -> list[Group]:
+        """Return the groups of local problems."""
+        return [group for group in self.param_groups if not group["fallback"]]
 
     def _group_of(self) -> dict[nn.Parameter, Group]:
         return {p: group for group in self._local_groups() for p in group["params"]}

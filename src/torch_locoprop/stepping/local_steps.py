@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.config.components import Components
-from torch_locoprop.config.groups import Group, numbers
+from torch_locoprop.config.groups import Group
 from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.local_problem import LocalProblem
@@ -19,7 +19,7 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED
 from torch_locoprop.solvers.base import Checked, States
-from torch_locoprop.stepping.build_problem import local_problem, running_fisher
+from torch_locoprop.stepping.build_problem import local_problem, numbers, running_fisher
 from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
@@ -36,7 +36,6 @@ class LocalSteps:
 
     plan: Plan
     components: Components
-    group_of: Mapping[nn.Parameter, Group]
     state: MutableMapping[Any, Tensors]  # solver states by parameter
     apply: str  # "replace", "gradient" or "nothing"
     has_outer: bool  # an outer optimizer takes the displacements as gradients
@@ -46,20 +45,19 @@ class LocalSteps:
     draws_labels: bool  # labels were drawn in the forward pass of this step
     fisher_missing: bool = False  # set if a layer had no Fisher matrix yet
 
-    def solve_all(self, layers: Mapping[LayerRecord, Any]) -> Directions:
+    def solve_all(self, layers: Trained) -> Directions:
         """Solve every layer's problem, side by side where a CUDA graph is recorded."""
         directions: Directions = {}
+        if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
+            for layer in reversed(layers):
+                directions |= self._solve_timed(layer, layers[layer])
+            return directions
         by_kernels = all(may_have_kernels(self.plan, layer) for layer in layers)
         most = streams.MANY_STREAMS if by_kernels else streams.FEW_STREAMS
         with streams.side_streams(most) as side:
-            for layer in reversed(list(layers)):  # the last layer's gradient exists first
-                device = layer.given[0].device
-                with (
-                    streams.on_device(device),
-                    side(layer.ready),
-                    timed(self.measurements, layer.name, device),
-                ):
-                    directions |= self.solve(layer)
+            for layer in reversed(layers):  # the last layer's gradient exists first
+                with streams.on_device(layer.given[0].device), side(layer.ready):
+                    directions |= self._solve_timed(layer, layers[layer])
         return directions
 
     def solve_or_replay(
@@ -73,6 +71,8 @@ class LocalSteps:
             groups: the groups of local problems.
         """
         device, *others = {layer.given[0].device for layer in layers}
+        if device.type not in graphs.DEVICE_TYPES:
+            return self.solve_all(layers)
         with streams.on_device(device):
             if others or not graphs.can_record(device):
                 return self.solve_all(layers)
@@ -84,11 +84,23 @@ class LocalSteps:
             torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
         return directions
 
-    def solve(self, layer: LayerRecord) -> Directions:
-        """Solve one layer's problem and write the solution, or return it as gradients."""
-        trained = layer.with_gradient
+    def _solve_timed(self, layer: LayerRecord, trained: Mapping[str, nn.Parameter]) -> Directions:
+        """Solve one layer's problem, and measure how long that takes if measurements are on."""
+        if self.measurements is None:
+            return self.solve(layer, trained)
+        with timed(self.measurements, layer.name, layer.given[0].device):
+            return self.solve(layer, trained)
+
+    def solve(self, layer: LayerRecord, trained: Mapping[str, nn.Parameter]) -> Directions:
+        """Solve one layer's problem and write the solution, or return it as gradients.
+
+        Args:
+            layer: the record of the layer.
+            trained: its tensors that have a gradient, which the step moves.
+        """
         owner = next(iter(trained))
-        group, method = self.plan.group(layer), self.plan.method_now(layer)
+        plan, group_of = self.plan, self.plan.group_of
+        group, method = plan.group(layer), plan.method_now(layer)
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
         if unrecorded and layer.shared_facts is None:
             gradients = {p: p.grad for p in trained.values() if p.grad is not None}
@@ -102,22 +114,25 @@ class LocalSteps:
         fisher = running_fisher(layer, method, states[owner].pop("fisher", None))
         if fisher is None and method.needs_fisher:
             method = self._without_fisher(layer, method)
-        problem = local_problem(layer, method, self.group_of, fisher, self.terms, self.has_outer)
+        problem = local_problem(
+            layer, trained, method, group_of, fisher, self.terms, self.has_outer
+        )
         new, states = dispatch.solve(
             method.solver,
             problem,
             states,
-            {name: numbers(self.group_of[p]) for name, p in trained.items()},
+            {name: numbers(group_of[p]) for name, p in trained.items()},
             method.local_steps,
             group["local_decay"],
         )
         if fisher is not None:
             states[owner]["fisher"] = fisher
-        return self._apply_solution(layer, problem, new, states, method.is_backprop)
+        return self._apply_solution(layer, trained, problem, new, states, method.is_backprop)
 
     def _apply_solution(
         self,
         layer: LayerRecord,
+        trained: Mapping[str, nn.Parameter],
         problem: LocalProblem,
         new: Tensors,
         states: States,
@@ -130,7 +145,7 @@ class LocalSteps:
         kept = [
             pair
             for name, state in states.items()
-            for pair in _state_pairs(self.state[layer.tensors[name]], state, settled)
+            for pair in _state_pairs(self.state[trained[name]], state, settled)
         ]
         cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
         found = Guarded(new)
@@ -138,25 +153,27 @@ class LocalSteps:
             found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
         ok = dispatch.finite(list(found.new.values())) if group["gate"] else settled
         layer.count("skipped", ~ok)
-        layer.count("gated", found.gated)
-        layer.count("capped", found.capped)
+        if found.gated is not None:
+            layer.count("gated", found.gated)
+        if found.capped is not None:
+            layer.count("capped", found.capped)
         if self.measurements is not None:
             self.measurements[layer.name] = measured(problem, found.new)
         solution = {
-            layer.tensors[name]: layer.kind.restored(name, t, layer.tensors[name])
+            trained[name]: layer.kind.restored(name, t, trained[name])
             for name, t in found.new.items()
         }
         applied = [(value, p) for p, value in solution.items()] if self.apply == "replace" else []
         if group["gate"]:
             dispatch.write(settled, kept)
-            drop_momentum([self.state[layer.tensors[name]] for name in states], found.gated)
+            drop_momentum([self.state[trained[name]] for name in states], found.gated)
             dispatch.write(ok, applied)
         else:
             dispatch.write(ok, [*kept, *applied])
         if self.apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self.has_outer:
-            return as_gradients(layer, problem, found, ok, is_backprop, self.group_of)
+            return as_gradients(layer, problem, found, ok, is_backprop, self.plan.group_of)
         return {}
 
     def _without_fisher(self, layer: LayerRecord, method: Method) -> Method:

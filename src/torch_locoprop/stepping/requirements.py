@@ -1,6 +1,7 @@
 """What the next step will need of each layer, passed on to the layers and their hooks beforehand.
 
-Requirements are set after every step, and again before a forward pass if a setting has changed since.
+Requirements are set after a step unless it was of a steady plan, and before a forward pass if a setting
+has changed since.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch_locoprop.paper.gram import Gram, RowUse
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, Orders
-from torch_locoprop.stepping.method import Plan, effective_variant, is_quadratic, problems_before
+from torch_locoprop.stepping.method import Plan, is_quadratic, problems_before
 
 
 def require(
@@ -41,21 +42,34 @@ def require(
     draw, searching = fisher_missing, False
     orders: Orders = {}
     for layer in layers:
-        group, asked = plan.group(layer), plan.asked_variant(layer)
-        variant, _ = effective_variant(asked, layer)
-        needs = variant.target.needs | plan.regularizer(layer).needs
+        group, own = plan.group(layer), plan.of(layer)
+        needs = own.variant.target.needs | own.regularizer.needs
         searching |= bool(layer.trained) and (not layer.decided or bool(needs))
         layer.needs = needs | {"g"} if diagnosed else needs
-        layer.overlap_allowed = not (asked.target.needs | layer.needs)
+        layer.overlap_allowed = not (own.asked.target.needs | layer.needs)
         layer.keeps_output = needs_output(plan, layer)
         layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
-        layer.use_of_rows = partial(use_of_rows, plan, states, diagnosed)
         if "fisher" in layer.needs:
-            draw |= steps % getattr(variant.target, "every", 1) == 0
+            draw |= steps % getattr(own.variant.target, "every", 1) == 0
+    require_rows(plan, layers, states, diagnosed=diagnosed)
     hooks.draw_labels(steps if draw else None)
     hooks.tracing = searching
     active = [layer for layer in layers if layer.trained]
     hooks.record_post_gradients = any("v" in layer.needs for layer in active)
+    plan.note_required(layers)
+
+
+def require_rows(
+    plan: Plan,
+    layers: Iterable[LayerRecord],
+    states: Mapping[Tensor, Tensors],
+    *,
+    diagnosed: bool,
+) -> None:
+    """Let layers ask what a step of this plan needs of their rows; see :func:`use_of_rows`."""
+    of_layer = partial(use_of_rows, plan, states, diagnosed)
+    for layer in layers:
+        layer.use_of_rows = of_layer
 
 
 def needs_output(plan: Plan, layer: LayerRecord) -> bool:
@@ -64,9 +78,10 @@ def needs_output(plan: Plan, layer: LayerRecord) -> bool:
     As long as the transfer is not known the answer is True; otherwise the first step after a resumption
     would differ from the step of the run that it continues.
     """
-    if not plan.asked_variant(layer).loss.uses_transfer:
+    own = plan.of(layer)
+    if not own.asked.loss.uses_transfer:
         return False
-    method = plan.method(layer)
+    method = own.method
     known, loss = layer.decided or layer.explicit, method.variant.loss
     straight = known and is_quadratic(layer, method.variant)
     return loss.uses_transfer and not straight and method.local_steps > 1
@@ -90,8 +105,8 @@ def use_of_rows(
         layer: the layer.
         moved: names of the tensors that the step moves.
     """
-    group, asked, method = plan.group(layer), plan.asked_variant(layer), plan.method(layer)
-    variant = method.variant
+    group, own = plan.group(layer), plan.of(layer)
+    asked, method, variant = own.asked, own.method, own.method.variant
     first_known = all(t.knows_first_gradient for t in (asked.target, variant.target))
     if method.regularizer.needs or not first_known or not layer.is_intact:  # step() will raise
         return None
@@ -107,7 +122,7 @@ def use_of_rows(
         use = use._replace(gradients=use.gradients + 1)
     settled = layer.decided or layer.explicit or not asked.loss.uses_transfer
     # A closed form needs the pre-activations for the curvature of a loss with a transfer.
-    bent = not method.is_first_order and (variant.loss.uses_transfer or not settled)
+    bent = method.solver.closed_form and (variant.loss.uses_transfer or not settled)
     if use is None or not (use.is_any or bent):
         return use
     if bent or not settled:
@@ -122,20 +137,14 @@ def check_recorded_needs(plan: Plan, layers: Iterable[LayerRecord]) -> None:
             continue
         needs = plan.method(layer).variant.target.needs & {"g", "v"}
         if not needs <= layer.needs:
-            raise _changed(layer, "gradients of its outputs, which were not kept")
-        check_rows(layer, layer.inputs())
+            raise changed(layer, "gradients of its outputs, which were not kept")
+        x, own = layer.inputs(), layer.with_gradient
+        if isinstance(x, Gram) and not x.serves(layer.row_use(own), layer.tensors["weight"]):
+            raise changed(layer, "its inputs, of which only a summary was kept")
 
 
-def check_rows(layer: LayerRecord, x: object) -> None:
-    """Raise if only XᵀX was kept of rows that the step needs itself."""
-    if not isinstance(x, Gram) or layer.use_of_rows is None:
-        return
-    use = layer.use_of_rows(layer, layer.with_gradient)
-    if not x.serves(use, layer.tensors["weight"]):
-        raise _changed(layer, "its inputs, of which only a summary was kept")
-
-
-def _changed(layer: LayerRecord, needed: str) -> RuntimeError:
+def changed(layer: LayerRecord, needed: str) -> RuntimeError:
+    """Return the error for settings that changed after the passes had recorded for other ones."""
     return RuntimeError(
         f"The settings of layer {layer.name!r} were changed between backward() and step(), or before a "
         f"forward pass of its parts or of a compiled model, to some that need {needed}. Call "

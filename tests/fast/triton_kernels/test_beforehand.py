@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.fast import cuda_streams
+from torch_locoprop.fast import cuda_graph, cuda_streams
 from torch_locoprop.fast.triton import local_iterations
 from torch_locoprop.stepping.local_steps import may_have_kernels
 
@@ -56,6 +56,7 @@ def test_it_is_as_the_kernels_say_themselves(
         answers.append(fits(*args))
         return answers[-1]
 
+    monkeypatch.setattr(cuda_graph, "DEVICE_TYPES", ("cuda", "cpu"))
     side_streams = cuda_streams.side_streams
     monkeypatch.setattr(
         cuda_streams, "side_streams", lambda most: asked_for.append(most) or side_streams(most)

@@ -1,0 +1,134 @@
+"""A plan is kept from step to step, and made anew when something that it depends on changes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from cases import assert_close, batch, cross_entropy, network, weights
+from changed_settings import CHANGED
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+from torch_locoprop.config.settings import PLAN_SETTINGS, SETTINGS
+
+Change = Callable[[nn.Sequential, LocoProp], None]
+
+
+def take_steps(model: nn.Module, opt: LocoProp, steps: int, *, anew: bool = False) -> None:
+    """Take steps; ``anew`` plans each of them from scratch."""
+    for i in range(steps):
+        if anew:
+            opt._require()
+        cross_entropy(model(batch(40, 6, seed=i)), batch(40, 3, seed=9)).backward()
+        opt.step()
+        opt.zero_grad()
+
+
+def after(change: Change, anew: bool, **settings: Any) -> list[Tensor]:
+    """Return the weights after three steps, a change, and three further steps."""
+    model = network()
+    settings = {"lr": 1e-2, "local_steps": 3, "output_transfer": "sigmoid", **settings}
+    opt = LocoProp(model, **settings)
+    take_steps(model, opt, 3, anew=anew)
+    change(model, opt)
+    take_steps(model, opt, 3, anew=anew)
+    return weights(model)
+
+
+def nothing(model: nn.Sequential, opt: LocoProp) -> None:
+    pass
+
+
+def freeze(model: nn.Sequential, opt: LocoProp) -> None:
+    model[2].requires_grad_(False)
+
+
+def add_a_transfer(model: nn.Sequential, opt: LocoProp) -> None:
+    model.append(nn.ReLU())
+
+
+def regroup(model: nn.Sequential, opt: LocoProp) -> None:
+    """Move the parameters of the first layer to a group of their own."""
+    first = opt.param_groups[0]
+    moved, first["params"] = first["params"][:2], first["params"][2:]
+    opt.param_groups.append({**first, "params": moved, "gamma": 3.0, "local_steps": 2})
+
+
+def replace_the_group(model: nn.Sequential, opt: LocoProp) -> None:
+    opt.param_groups[0] = {**opt.param_groups[0], "gamma": 3.0}
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "locoprop-s"])
+def test_a_plan_stays_while_nothing_changes(variant: str) -> None:
+    model = network()
+    opt = LocoProp(model, variant=variant, output_transfer="sigmoid")
+    take_steps(model, opt, 1)  # which detects the transfers
+    plan = opt._plan
+    for factor in (0.5, 2.0):  # as a schedule does
+        opt.param_groups[0]["lr"] *= factor
+        take_steps(model, opt, 1)
+        assert opt._plan is plan
+
+
+@pytest.mark.parametrize("name", PLAN_SETTINGS)
+def test_a_setting_of_the_plan_makes_another_one(name: str) -> None:
+    model = network()
+    opt = LocoProp(model, output_transfer="sigmoid")
+    take_steps(model, opt, 2)
+    plan = opt._plan
+    opt.param_groups[0][name] = CHANGED[name]
+    model(batch(8, 6))
+    assert opt._plan is not plan
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "locoprop-s", "pocoprop-m"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_changed_setting_acts_as_in_a_new_plan(name: str, variant: str) -> None:
+    def change(model: nn.Sequential, opt: LocoProp) -> None:
+        opt.param_groups[0][name] = CHANGED[name]
+
+    assert_close(after(change, False, variant=variant), after(change, True, variant=variant), 0.0)
+
+
+@pytest.mark.parametrize("variant", ["locoprop-m", "locoprop-s"])
+@pytest.mark.parametrize("change", [freeze, add_a_transfer, regroup, replace_the_group])
+def test_every_change_acts_as_in_a_new_plan(change: Change, variant: str) -> None:
+    changed = after(change, False, variant=variant)
+    assert_close(changed, after(change, True, variant=variant), 0.0)
+    unchanged = after(nothing, False, variant=variant)
+    assert any(not one.equal(other) for one, other in zip(changed, unchanged, strict=True))
+
+
+def test_a_layer_that_is_thawed_is_planned_then() -> None:
+    """Its transfer is not known before."""
+
+    def thaw(model: nn.Sequential, opt: LocoProp) -> None:
+        model[0].requires_grad_(True)
+
+    def trained(anew: bool) -> list[Tensor]:
+        model = network()
+        model[0].requires_grad_(False)
+        opt = LocoProp(model, lr=1e-2, local_steps=3, output_transfer="sigmoid")
+        take_steps(model, opt, 3, anew=anew)
+        thaw(model, opt)
+        take_steps(model, opt, 3, anew=anew)
+        assert opt._layers[0].transfer is not None
+        assert not opt._hooks.tracing
+        return weights(model)
+
+    assert_close(trained(False), trained(True), 0.0)
+
+
+def test_more_iterations_after_the_backward_pass_need_rows_that_were_not_kept() -> None:
+    model = network()
+    opt = LocoProp(model, variant="locoprop-s", local_steps=1, output_transfer="sigmoid")
+    take_steps(model, opt, 2)
+    before = weights(model)
+    model(batch(40, 6)).sum().backward()
+    opt.param_groups[0]["local_steps"] = 10
+    with pytest.raises(RuntimeError, match="changed between backward"):
+        opt.step()
+    assert_close(weights(model), before, 0.0)
+    opt.zero_grad()
+    take_steps(model, opt, 1)
+    assert any(not one.equal(other) for one, other in zip(weights(model), before, strict=True))
