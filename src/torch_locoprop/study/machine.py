@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -78,3 +78,25 @@ def own_randomness(device: str) -> Iterator[None]:
             yield
     finally:
         np.random.set_state(numpy_state)
+
+
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of the random number generators as tensors and numbers."""
+    _, keys, *rest = np.random.get_state(legacy=True)
+    states: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.tensor(np.asarray(keys, np.int64)),
+        "numpy_rest": rest,
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def restore_random_states(states: Mapping[str, Any]) -> None:
+    """Set the random number generators to the states that ``random_states`` returned."""
+    torch.set_rng_state(states["torch"])
+    keys = states["numpy"].numpy().astype(np.uint32)
+    np.random.set_state(("MT19937", keys, *states["numpy_rest"]))
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"])

@@ -2,10 +2,11 @@
 
     config.json      the configuration, the data and the environment; written once, at the start
     metrics.jsonl    one line per epoch; epoch 0 is the untrained model
-    checkpoint.pt    model, optimizer and all metrics after an epoch; a resumed run starts from it
+    checkpoint.pt    model, optimizer and all metrics; a resumed run starts from it
 
 Every file is replaced in one atomic step. A checkpoint contains the metrics up to its epoch and is
-written before `metrics.jsonl`, so a resumed run can always rewrite `metrics.jsonl`.
+written before `metrics.jsonl`, so a resumed run can always rewrite `metrics.jsonl`. It is written after
+an epoch, or between two steps of an epoch when Ctrl-C or SIGTERM stops the run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -73,13 +75,42 @@ class Metrics:
         return cls(**{**values, **{n: math.nan if v is None else v for n, v in losses.items()}})
 
 
+class NoCheckpointError(RunError):
+    """A run has epochs and no checkpoint to continue from; ``restart`` would begin at epoch 0."""
+
+
+@dataclass(frozen=True)
+class PartOfEpoch:
+    """The part of an epoch that a run has trained when a signal stops it.
+
+    Args:
+        steps: Steps done in the epoch.
+        seconds: Seconds of training in the epoch.
+        refused: Steps of the epoch that every layer skipped because its solution was not finite.
+        random: The states of the random number generators after these steps.
+    """
+
+    steps: int
+    seconds: float
+    refused: int
+    random: dict[str, Any]
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after an epoch: model, optimizer and metrics so far."""
+    """The state of a run: model, optimizer, metrics so far, and the part of the next epoch."""
 
     model: dict[str, Any]
     optimizer: dict[str, Any]
     metrics: tuple[Metrics, ...]
+    part: PartOfEpoch | None = None
+
+    @property
+    def place(self) -> str:
+        """Where the run stands, in words."""
+        epoch = f"epoch {self.metrics[-1].epoch}"
+        steps = f" and {self.part.steps} steps of the next one" if self.part else ""
+        return f"{epoch}{steps}"
 
 
 @dataclass(frozen=True)
@@ -109,17 +140,22 @@ class RunFolder:
     def metrics(self) -> tuple[Metrics, ...]:
         """Return the metrics of all epochs so far.
 
+        A half-written last line, which a crash of the machine may leave, is left out. A resumed run
+        writes the line again.
+
         Raises:
-            RunError: If the file is broken.
+            RunError: If another line is broken.
         """
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return ()
         rows = []
-        for number, line in enumerate(path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text().splitlines(keepends=True), 1):
             try:
                 rows.append(Metrics.from_dict(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
+                if not line.endswith("\n"):
+                    break
                 raise RunError(
                     f"Line {number} of {path} is not an epoch ({error}). Delete the file: a run with a "
                     "checkpoint writes it again with --resume."
@@ -138,11 +174,33 @@ class RunFolder:
         try:
             saved = torch.load(path, map_location="cpu", weights_only=True)
             rows = tuple(map(Metrics.from_dict, saved["metrics"]))
-            return Checkpoint(saved["model"], saved["optimizer"], rows)
+            part = PartOfEpoch(**saved["part"]) if "part" in saved else None
+            return Checkpoint(saved["model"], saved["optimizer"], rows, part)
         except _UNREADABLE as error:
-            raise RunError(
-                f"{path} cannot be read as a checkpoint. Delete the folder to start again."
+            raise NoCheckpointError(
+                f"{path} cannot be read as a checkpoint. {self._how_to_restart}"
             ) from error
+
+    def check_can_resume(self) -> None:
+        """Raise a NoCheckpointError if the run has trained some epochs and has no checkpoint."""
+        rows = self.metrics()
+        if rows and not (self.path / "checkpoint.pt").is_file():
+            raise NoCheckpointError(
+                f"{self.path} has the metrics of epochs 0 to {rows[-1].epoch}, but checkpoint.pt, "
+                f"from which they continue, is missing. Put it back. {self._how_to_restart}"
+            )
+
+    @property
+    def _how_to_restart(self) -> str:
+        words = shlex.join(["locoprop", "train", "--restart", "--out", str(self.path)])
+        return f"To start again from epoch 0: {words}"
+
+    def set_aside(self) -> None:
+        """Rename metrics and checkpoint, so that the run starts again from epoch 0."""
+        for name in ("checkpoint.pt", "metrics.jsonl"):
+            path = self.path / name
+            if path.is_file():
+                path.replace(path.with_name(f"{name}.old"))
 
     def trained_model(self) -> nn.Sequential:
         """Return the model of the last checkpoint, on the CPU.
@@ -167,6 +225,7 @@ class RunFolder:
             "model": checkpoint.model,
             "optimizer": checkpoint.optimizer,
             "metrics": [row.to_dict() for row in checkpoint.metrics],
+            **({"part": vars(checkpoint.part)} if checkpoint.part else {}),
         }
         replace(self.path / "checkpoint.pt", lambda file: torch.save(content, file))
 

@@ -6,7 +6,8 @@
     result = run(RunConfig("locoprop-m", epochs=10), "runs/first")
 
 A run that was stopped by Ctrl-C or a kill continues with `resume=True` from its last checkpoint. Its
-result is bit-identical to that of an uninterrupted run.
+result is bit-identical to that of an uninterrupted run. Ctrl-C and SIGTERM save a checkpoint after the
+current step; a second Ctrl-C stops at once.
 
 All images are kept on the device. Within an epoch the host does not wait for the device, except for
 methods that factorise matrices: K-FAC, Shampoo, natural-s, PSGD and closed forms.
@@ -35,13 +36,16 @@ from torch_locoprop.study.machine import (
     matmul_precision,
     memory_mib,
     own_randomness,
+    random_states,
+    restore_random_states,
 )
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.description import RunError
-from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, RunFolder
+from torch_locoprop.study.training.run_folder import Checkpoint, Metrics, PartOfEpoch, RunFolder
 from torch_locoprop.study.training.run_result import RunResult, result_of
+from torch_locoprop.study.training.stop_signals import StopRequest, deferred_signals
 from torch_locoprop.training_step import TrainingStep
 
 ROWS = 10_000
@@ -60,6 +64,8 @@ def run(
     *,
     resume: bool = False,
     data: Dataset | None = None,
+    restart: bool = False,
+    on_resume: Callable[[Checkpoint], None] = lambda checkpoint: None,
     on_epoch: Callable[[Metrics], None] = lambda metrics: None,
     checkpoint_seconds: float = CHECKPOINT_SECONDS,
 ) -> RunResult:
@@ -70,10 +76,14 @@ def run(
         folder: The folder of the run.
         resume: Continue the run in the folder; a finished run is returned unchanged.
         data: The images, if they are loaded already.
+        restart: With `resume`, start an unfinished run again from epoch 0. Its metrics and its
+            checkpoint are kept with the ending `.old`.
+        on_resume: Called with the checkpoint from which the run continues.
         on_epoch: Called with the metrics of each epoch.
         checkpoint_seconds: The shortest time between two checkpoints.
 
     Raises:
+        NoCheckpointError: If the run in the folder has no checkpoint to continue from.
         RunError: If the folder has another run, or a run and `resume` is False.
         ValueError: If the configuration does not fit the data or this machine.
     """
@@ -105,8 +115,15 @@ def run(
                     "differ in the last digits from those of a run in one environment.",
                     stacklevel=2,
                 )
-            training.restore(files.checkpoint())
-            _train(training, files, on_epoch, checkpoint_seconds)
+            if restart:
+                files.set_aside()
+            files.check_can_resume()
+            checkpoint = files.checkpoint()
+            if checkpoint is not None:
+                training.restore(checkpoint)
+                on_resume(checkpoint)
+            with deferred_signals() as stop:
+                _train(training, files, on_epoch, checkpoint_seconds, stop)
     return RunResult(files.path, config, tuple(training.metrics))
 
 
@@ -115,20 +132,26 @@ def _train(
     files: RunFolder,
     on_epoch: Callable[[Metrics], None],
     checkpoint_seconds: float,
+    stop: StopRequest,
 ) -> None:
-    """Train, evaluate and save, epoch by epoch."""
-    saved = -math.inf
+    """Train, evaluate and save, epoch by epoch, until a signal asks to stop."""
+    saved, unsaved = -math.inf, False
     if training.metrics:
         files.write_metrics(training.metrics)
         saved = time.monotonic()
-    while not training.finished:
-        row = training.epoch() if training.metrics else training.evaluate(0.0)
-        training.metrics.append(row)
+    while not training.finished and not stop.is_set:
+        row = training.epoch(stop) if training.metrics else training.evaluate(0.0)
+        if row is not None:
+            training.metrics.append(row)
+        unsaved = True
         if training.finished or time.monotonic() - saved >= checkpoint_seconds:
             files.write_checkpoint(training.checkpoint())
-            saved = time.monotonic()
+            saved, unsaved = time.monotonic(), False
         files.write_metrics(training.metrics)
-        on_epoch(row)
+        if row is not None:
+            on_epoch(row)
+    if unsaved:  # a signal came before the next checkpoint was due
+        files.write_checkpoint(training.checkpoint())
 
 
 class _Training:
@@ -144,6 +167,7 @@ class _Training:
         self.rate = config.rate(len(self.train))
         self.step = TrainingStep(self.model, reconstruction_loss, self.optimizer)
         self.metrics: list[Metrics] = []
+        self.part: PartOfEpoch | None = None
         forget_peak(self.device)
 
     @property
@@ -155,40 +179,52 @@ class _Training:
         optimizer = self.optimizer.state_dict()
         for group in optimizer["param_groups"]:
             group["lr"] = float(group["lr"])  # on a GPU it may live on the device
-        return Checkpoint(self.model.state_dict(), optimizer, tuple(self.metrics))
+        return Checkpoint(self.model.state_dict(), optimizer, tuple(self.metrics), self.part)
 
-    def restore(self, checkpoint: Checkpoint | None) -> None:
-        if checkpoint is not None:
-            self.model.load_state_dict(checkpoint.model)
-            self.optimizer.load_state_dict(checkpoint.optimizer)
-            self.metrics = list(checkpoint.metrics)
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self.model.load_state_dict(checkpoint.model)
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        self.metrics, self.part = list(checkpoint.metrics), checkpoint.part
 
-    def epoch(self) -> Metrics:
-        """Train for the next epoch and return its metrics."""
+    def epoch(self, stop: StopRequest) -> Metrics | None:
+        """Train the rest of the next epoch and return its metrics; None if a signal stops it."""
         index = len(self.metrics) - 1
         seed = epoch_seed(self.config.seed, index)
-        torch.manual_seed(seed)  # for methods that draw random numbers
-        np.random.seed(seed % 2**32)
         order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
         batches = torch.split(order.to(self.device), self.config.batch_size)
-        refused = self._refusals()
+        part, self.part = self.part or PartOfEpoch(0, 0.0, 0, {}), None
+        if part.steps:
+            restore_random_states(part.random)
+        else:
+            torch.manual_seed(seed)  # for methods that draw random numbers
+            np.random.seed(seed % 2**32)
+        before = self._refusals() - part.refused
         self._synchronize()
-        began = time.perf_counter()
+        began = time.perf_counter() - part.seconds
         broken = False
         try:
-            for step, rows in enumerate(batches):
-                rate = self.rate(index, step)
-                for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
-                    group["lr"] = peak * rate
-                images = self.train[rows]
-                self.step(images, images)
+            for step in range(part.steps, len(batches)):
+                if stop.is_set:
+                    self._synchronize()
+                    seconds, refused = time.perf_counter() - began, self._refusals() - before
+                    random = random_states(self.device)
+                    self.part = PartOfEpoch(step, seconds, refused, random)
+                    return None
+                self._step(batches[step], self.rate(index, step))
         except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # of a factor that is not finite
             broken = True
         self._synchronize()
         row = self.evaluate(self.metrics[-1].seconds + time.perf_counter() - began)
         if broken:
             return replace(row, train_loss=math.nan, diverged=True)
-        return replace(row, diverged=row.diverged or self._refusals() - refused == len(batches))
+        return replace(row, diverged=row.diverged or self._refusals() - before == len(batches))
+
+    def _step(self, rows: Tensor, rate: float) -> None:
+        """Train with the images of these rows at this factor of the peak rates."""
+        for group, peak in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
+            group["lr"] = peak * rate
+        images = self.train[rows]
+        self.step(images, images)
 
     def _refusals(self) -> int:
         """Return the number of steps that every layer skipped because its solution was not finite."""
