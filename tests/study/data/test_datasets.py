@@ -337,7 +337,7 @@ def test_status_says_where_or_what_is_missing(fake: FakeSet, tmp_path: Path) -> 
     before = {entry.name: entry for entry in status()}
     assert tuple(before) == NAMES == ("curves", "mnist", "fashion-mnist")
     assert before["curves"].ready
-    assert before["curves"].detail == "generated: on first use, in seconds"
+    assert before["curves"].detail == "generated: on first use"
     assert not before["mnist"].ready
     assert before["mnist"].detail.startswith("missing, downloaded on first use: train-images")
 
@@ -347,6 +347,55 @@ def test_status_says_where_or_what_is_missing(fake: FakeSet, tmp_path: Path) -> 
     assert after["curves"].detail.endswith("generated.bin")
     assert after["mnist"] == ("mnist", True, str(tmp_path / "given/mnist"))
 
-    genuine = tmp_path / "given/digs3pts_1.mat"
+
+@pytest.mark.parametrize("kind", ["plain", "zipped"])
+@pytest.mark.parametrize("role", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+def test_a_data_set_is_ready_only_if_its_files_are_the_published_ones(
+    fake: FakeSet, tmp_path: Path, kind: str, role: str
+) -> None:
+    """Labels count too: a data set with broken labels cannot be loaded."""
+    folder, ending = tmp_path / "mnist", ".gz" if kind == "zipped" else ""
+    write(folder, getattr(fake, kind))
+    assert status(tmp_path, ["mnist"]) == [("mnist", True, str(folder))]
+    path = folder / f"{role}{ending}"
+    whole = fake.plain[role]
+    for content, reason in (
+        (whole[:-1], "bytes where"),
+        (whole + b"0", "more bytes"),
+        (whole[:-1] + bytes([whole[-1] ^ 1]), "SHA-256 differs"),
+        (b"", "is empty"),
+    ):
+        path.write_bytes(gzip.compress(content) if ending else content)
+        (found,) = status(tmp_path, ["mnist"])
+        assert not found.ready
+        assert found.detail.startswith(f"{path} ")
+        assert reason in found.detail
+
+
+def test_the_genuine_curves_are_ready_only_if_they_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = tmp_path / "digs3pts_1.mat"
     genuine.touch()
-    assert status(tmp_path / "given")[0] == ("curves", True, f"genuine: {genuine}")
+    (found,) = status(tmp_path, ["curves"])
+    assert (found.ready, found.detail.startswith(f"{genuine} is not a MATLAB file")) == (
+        False,
+        True,
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(datasets, "read_mat", lambda path: None)
+        assert status(tmp_path, ["curves"]) == [("curves", True, f"genuine: {genuine}")]
+
+    def without_scipy(path: Path) -> None:
+        raise ImportError
+
+    monkeypatch.setattr(datasets, "read_mat", without_scipy)
+    assert status(tmp_path, ["curves"]) == [("curves", False, f"{genuine} needs scipy")]
+
+
+def test_a_broken_cache_of_curves_is_not_shown_as_their_place() -> None:
+    load("curves")
+    cache = datasets._curves_cache()
+    assert status(None, ["curves"])[0].detail == f"generated: {cache}"
+    cache.write_bytes(cache.read_bytes()[:-1])
+    assert status(None, ["curves"])[0].detail == "generated: on first use"

@@ -64,6 +64,11 @@ def generated(cache: Path) -> tuple[Bytes, Bytes]:
     return images[:train], images[train:]
 
 
+def is_in(cache: Path) -> bool:
+    """Return True if the cache has the generated images of this version, complete and unchanged."""
+    return _from_cache(cache, sum(COUNTS.values())) is not None
+
+
 def _from_cache(cache: Path, count: int) -> Bytes | None:
     """Return the images of the cache, or None unless they are complete and drawn by this version."""
     try:

@@ -14,6 +14,7 @@ Debian's folder for data sets; then in the cache. A file that is not the publish
 
 import hashlib
 import os
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from torch_locoprop.config.settings import unknown
 from torch_locoprop.study.data.curves import curves
-from torch_locoprop.study.data.curves_files import GENUINE, SEED, generated, read_mat
+from torch_locoprop.study.data.curves_files import GENUINE, SEED, generated, is_in, read_mat
 from torch_locoprop.study.data.download import DownloadError, Progress, fetch
 from torch_locoprop.study.data.idx import IDX_SETS, IdxFile
 
@@ -93,8 +94,9 @@ class Status(NamedTuple):
 
     Args:
         name: The name of the data set.
-        ready: True if it can be loaded without a download.
-        detail: Where it is, or which files are missing.
+        ready: True if it can be loaded without a download: its files are there and are the
+            published ones.
+        detail: Where it is, or which files are missing or wrong.
     """
 
     name: str
@@ -137,11 +139,19 @@ def some_curves(train: int, test: int, seed: int = SEED) -> Dataset:
     )
 
 
-def status(data_dir: Path | None = None) -> list[Status]:
-    """Return the availability of every data set, without reading any file."""
+def status(data_dir: Path | None = None, names: Collection[str] = NAMES) -> list[Status]:
+    """Return the availability of data sets.
+
+    All files of these data sets are read and compared with the published ones, by size and SHA-256.
+
+    Args:
+        data_dir: A folder to search first.
+        names: The data sets.
+    """
     return [
         (_status_curves if name == "curves" else _status_idx)(name, _folders(name, data_dir))
         for name in NAMES
+        if name in names
     ]
 
 
@@ -197,12 +207,16 @@ def _curves_cache() -> Path:
 
 def _status_curves(name: str, folders: list[Path]) -> Status:
     path = _genuine_curves(folders)
-    if path is not None:
-        return Status(name, True, f"genuine: {path}")
-    cache = _curves_cache()
-    return Status(
-        name, True, f"generated: {cache if cache.exists() else 'on first use, in seconds'}"
-    )
+    if path is None:
+        cache = _curves_cache()
+        return Status(name, True, f"generated: {cache if is_in(cache) else 'on first use'}")
+    try:
+        read_mat(path)
+    except ImportError:
+        return Status(name, False, f"{path} needs scipy")
+    except ValueError as error:
+        return Status(name, False, f"{path} {error}")
+    return Status(name, True, f"genuine: {path}")
 
 
 def _load_idx(name: str, folders: list[Path], download: bool, progress: Progress | None) -> Dataset:
@@ -262,12 +276,19 @@ def _read(name: str, file: IdxFile, path: Path) -> npt.NDArray[np.uint8]:
 
 def _status_idx(name: str, folders: list[Path]) -> Status:
     files = IDX_SETS[name].files
-    paths = {file.name: file.find(folders) for role, file in files.items() if role in IMAGES}
-    missing = [file for file, path in paths.items() if path is None]
+    paths = {role: path for role, file in files.items() if (path := file.find(folders))}
+    missing = [files[role].name for role in files if role in IMAGES and role not in paths]
+    wrong = []
+    for role, path in paths.items():
+        try:
+            files[role].read(path)
+        except ValueError as error:
+            wrong.append(f"{path} {error}")
+    if wrong:
+        return Status(name, False, "; ".join(wrong))
     if missing:
         return Status(name, False, f"missing, downloaded on first use: {', '.join(missing)}")
-    parents = dict.fromkeys(str(path.parent) for path in paths.values() if path)
-    return Status(name, True, ", ".join(parents))
+    return Status(name, True, ", ".join(dict.fromkeys(str(path.parent) for path in paths.values())))
 
 
 def _unit(pixels: npt.NDArray[np.uint8]) -> Tensor:
