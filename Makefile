@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 DEV := $(VENV)/.installed
-STUDY := $(VENV)/.study
+DEMO := $(VENV)/.demo
 PEERS := $(VENV)/.peers
 BENCH := runs/bench
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
@@ -26,7 +26,7 @@ QUICK := $(addprefix tests/,paper solvers config layers stepping recording repor
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(STUDY) ## train four optimizers side by side on a small deep autoencoder, draw demo.png
+demo: $(DEMO) ## train four optimizers side by side on a small deep autoencoder, draw demo.png
 	$(BIN)/python -m torch_locoprop.study.demo
 
 quick: $(DEV) ## run the tests of the mathematics and of one step: under 90 seconds on two cores
@@ -63,9 +63,9 @@ $(DEV): pyproject.toml constraints.txt
 	@touch $@
 
 # What the demo needs, and nothing else.
-$(STUDY): pyproject.toml constraints.txt
+$(DEMO): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(INSTALL) -e ".[study]"
+	$(INSTALL) -e ".[demo]"
 	@touch $@
 
 # Other people's optimizers, for `make bench`: without them it goes on, and says which rows it has not.
