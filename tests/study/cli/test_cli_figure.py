@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from torch_locoprop.study.cli import exit_codes
 from torch_locoprop.study.figures import catalog, run_jobs
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
@@ -184,7 +185,7 @@ def test_a_method_is_added_to_a_figure(run: Any) -> None:
     found = [result_of(folder).config.method for folder in made["runs"]]
     assert sorted(found) == ["adam", "adamw", "locoprop-m", "rmsprop"]
     code, _, err = run("costs", "--quick", "--with", "adamw")
-    assert code == 1
+    assert code == exit_codes.USAGE
     assert "--with adds methods to first-order, standard" in err
 
 
@@ -218,7 +219,8 @@ def test_without_matplotlib_the_extra_is_named() -> None:
 def test_errors_are_one_sentence(run: Any, arguments: list[str], message: str) -> None:
     Path("file").write_text("")
     code, out, err = run(*arguments)
-    assert (code, out) == (1, "")
+    code_of = exit_codes.FAILED if "write to" in message else exit_codes.USAGE
+    assert (code, out) == (code_of, "")
     assert message in err
     assert len(err.splitlines()) == 1
 

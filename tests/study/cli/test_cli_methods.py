@@ -53,5 +53,5 @@ def test_a_method_with_words_or_with_nothing_to_search(run: Any) -> None:
 
 def test_an_unknown_name_is_an_error(run: Any) -> None:
     code, _, err = run("methods", "adan")
-    assert code == 1
+    assert code == 2
     assert "Did you mean 'adam'" in err

@@ -81,7 +81,7 @@ def test_every_method_continues_within_an_epoch(
     check_same_bits(tmp_path / "whole", tmp_path / "parts")
     found = [(each.metrics[-1].epoch, each.part and each.part.steps) for each in places]
     assert found == [(0, 1), (1, 2), (2, 1)]
-    assert places[0].place == "epoch 0 and 1 steps of the next one"
+    assert places[0].place == "epoch 0 and step 1 of the next epoch"
 
 
 @pytest.mark.usefixtures("own_methods")

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from torch_locoprop.study.cli import main, shared
+from torch_locoprop.study.cli import main, run_session
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.training import tensorboard
 from torch_locoprop.study.training.run_folder import Metrics, RunFolder
@@ -83,7 +83,7 @@ def test_an_interrupted_run_has_each_epoch_once(monkeypatch: pytest.MonkeyPatch)
 
     words = ["train", *TINY, "--out", "there", "--tensorboard", "logs"]
     with monkeypatch.context() as patch:
-        patch.setattr(shared, "run", interrupted)
+        patch.setattr(run_session, "run", interrupted)
         assert command(*words) == 130
     (folder,) = Path("logs").iterdir()
     assert [point.step for point in events(folder).Scalars("loss/train")] == [0, 1, 2]

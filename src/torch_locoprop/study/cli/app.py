@@ -8,25 +8,24 @@ from typing import Annotated
 import typer
 
 from torch_locoprop import __version__
-from torch_locoprop.study.cli import options
+from torch_locoprop.study.cli import exit_codes, figure, options, train, tune
 from torch_locoprop.study.cli.compare import compare
 from torch_locoprop.study.cli.datasets import datasets_command
-from torch_locoprop.study.cli.figure import figure
 from torch_locoprop.study.cli.methods import methods_command
 from torch_locoprop.study.cli.report import report
-from torch_locoprop.study.cli.train import train
-from torch_locoprop.study.cli.tune import tune
 
 app = typer.Typer(
     name="locoprop",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Train deep autoencoders with LocoProp and with other optimizers, and compare them.\n\n"
     "[bold]locoprop compare locoprop-m adam --model 784-64-16 --epochs 10[/bold]\n"
     "    a first comparison, half a minute on a CPU; [bold]locoprop report[/bold] makes a page of it",
+    epilog="Exit codes: "
+    + "; ".join(f"{code} {meaning}" for code, meaning in exit_codes.MEANING.items())
+    + ".",
 )
 
 
@@ -47,10 +46,10 @@ def _all(
 ) -> None: ...
 
 
-app.command(epilog=options.METHODS)(train)
+app.command(help=train.HELP, epilog=options.METHODS)(train.train)
 app.command(epilog=options.METHODS)(compare)
-app.command(epilog=options.METHODS)(tune)
+app.command(help=tune.HELP, epilog=options.METHODS)(tune.tune)
 app.command("methods")(methods_command)
 app.command("datasets")(datasets_command)
-app.command()(figure)
+app.command(help=figure.HELP)(figure.figure)
 app.command()(report)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from torch_locoprop.study.cli import options, tables
-from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed, run_in
-from torch_locoprop.study.training.run_result import ranked
+from torch_locoprop.study.cli import exit_codes, options, tables
+from torch_locoprop.study.cli.run_session import RunSession
+from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.run_result import RunResult, ranked
 
 
 def compare(
-    names: Annotated[list[str], typer.Argument(metavar="METHOD", help="The methods to compare.")],
+    names: options.Compared,
     settings: options.SetOfOne = None,
     dataset: options.DatasetName = None,
     model: options.Model = None,
@@ -50,41 +53,55 @@ def compare(
     [bold]locoprop compare locoprop-s locoprop-m --set local_steps=5 --json[/bold]
         a setting of all methods; prints the ranking as JSON
     """
-    task = given_task(locals())
-    for text in settings or []:
+    configs = _configurations(names, given_task(locals()), settings or [])
+    data = load(configs[0].dataset, data_dir, quiet)
+    session = RunSession(data, data_dir, quiet, logs, several=True)
+    results = ranked(
+        session.train(each, out / each.name(data.fingerprint), resume=True) for each in configs
+    )
+    if as_json:
+        typer.echo(json.dumps([result.to_dict() for result in results]))
+    else:
+        _print(results, data.title, out)
+    if all(result.diverged for result in results):
+        raise typer.Exit(exit_codes.DIVERGED)
+
+
+def _configurations(names: list[str], task: dict[str, Any], settings: list[str]) -> list[RunConfig]:
+    """Return the configuration of each method, after all of them have been checked.
+
+    Raises:
+        ValueError: If a setting is wrong, or of a method that is not compared.
+    """
+    for text in settings:
         owner = text.partition("=")[0].rpartition(".")[0]
         if owner and owner not in names:
             raise ValueError(f"Invalid --set {text}. {owner} is not among the methods to compare.")
     configs = []
     for name in dict.fromkeys(names):
-        own = parsed(text.removeprefix(f"{name}.") for text in settings or [] if is_for(name, text))
+        own = parsed(text.removeprefix(f"{name}.") for text in settings if is_for(name, text))
         configs.append(configuration({**task, "method": name, "settings": own}))
     for each in configs:  # before any run, which may take hours
         each.check_settings()
-    data = load(configs[0].dataset, data_dir, quiet)
-    results = [
-        run_in(
-            each,
-            out / each.name(data.fingerprint),
-            data,
-            data_dir,
-            quiet=quiet,
-            resume=True,
-            logs=logs,
-            others=True,
-        )
-        for each in configs
+    return configs
+
+
+def _print(results: list[RunResult], title: str, out: Path) -> None:
+    """Print the ranking, where the runs are, and what to do next."""
+    first = results[0].config
+    length = "1 epoch" if first.epochs == 1 else f"{first.epochs} epochs"
+    console = Console(highlight=False, markup=False)
+    console.print(
+        f"{title}, {first.model}, {first.transfer}, {length} of batches of "
+        f"{first.batch_size}, seed {first.seed}",
+    )
+    console.print(tables.ranking(results))
+    folder = shlex.quote(str(out))
+    lines = [
+        "Runs, in the order of the table:",
+        *(f"  {result.folder}" for result in results),
+        "Next:",
+        f"  locoprop report {folder}    curves, ranking and reconstructions as an HTML page",
+        f"  locoprop tune -m {results[-1].config.method}    search better settings of a method",
     ]
-    results = ranked(results)
-    if as_json:
-        typer.echo(json.dumps([result.to_dict() for result in results]))
-    else:
-        first = results[0].config
-        length = "1 epoch" if first.epochs == 1 else f"{first.epochs} epochs"
-        console = Console()
-        console.print(
-            f"{data.title}, {first.model}, {first.transfer}, {length} of batches of "
-            f"{first.batch_size}, seed {first.seed}",
-            highlight=False,
-        )
-        console.print(tables.ranking(results))
+    console.print("\n".join(lines), soft_wrap=True)

@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import options
-from torch_locoprop.study.cli.main import INTERRUPTED
+from torch_locoprop.study.cli import completion, exit_codes, options
+from torch_locoprop.study.cli.run_session import messages, stopped
 from torch_locoprop.study.cli.shared import base_of
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.figures.images import Images
@@ -31,105 +31,120 @@ from torch_locoprop.study.training.description import RunError
 ALL = "all"
 
 
+HELP = """\
+Make the figures of the paper, and a few more, as PNG and PDF with captions.
+
+Existing runs are used, on any device and in any precision unless these are
+given. Unfinished runs are continued, and missing runs are trained. Seconds
+are measured by short runs, one at a time. Keep the machine free of other
+work during these.
+
+[bold]locoprop figure[/bold]
+    lists the figures
+
+[bold]locoprop figure standard --quick[/bold]
+    one figure in a minute or two; [bold]all --quick[/bold] makes all figures
+
+[bold]locoprop figure standard wide deep --jobs 6 --device cuda --precision tf32[/bold]
+    the protocol of the paper on MNIST, six runs at a time on the GPU
+
+[bold]locoprop figure relu --config tuned/adam/best.json --seeds 0,1,2[/bold]
+    with the settings of a search, three seeds
+
+[bold]locoprop figure standard --quick --with adamw --without shampoo[/bold]
+    with other methods
+
+[bold]locoprop figure all --only-existing[/bold]
+    draws the runs in runs/ and results/
+"""
+
+Names = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="NAME",
+        autocompletion=completion.FIGURES,
+        help="Figures, or all; without a name, figures are listed.",
+    ),
+]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Generated images and small models: minutes on a CPU.")
+]
+Runs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="Folders to search for runs; new runs go into the first.  "
+        "[dim]default: runs, and results if it exists[/dim]"
+    ),
+]
+Out = Annotated[Path, typer.Option(help="The folder for figures.")]
+Configs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="A configuration file, such as best.json of a search. Its settings replace those of "
+        "lines with the same method, data set, model, transfer and batch size."
+    ),
+]
+With = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--with",
+        metavar="METHOD",
+        autocompletion=completion.method_names,
+        help="Add a method to the figures that compare methods.",
+    ),
+]
+Without = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="METHOD",
+        autocompletion=completion.method_names,
+        help="Leave out a method: shampoo@1, or shampoo for all @k.",
+    ),
+]
+Seeds = Annotated[str, typer.Option(help="Seeds; several are drawn as mean and range.")]
+Jobs = Annotated[int, typer.Option(min=1, help="Runs at the same time, in processes.")]
+OnlyExisting = Annotated[
+    bool, typer.Option("--only-existing", help="Train nothing; draw existing runs.")
+]
+Provenance = Annotated[
+    bool,
+    typer.Option(
+        "--provenance",
+        help="Write how each picture was made below it too; its caption NAME.md always says it.",
+    ),
+]
+
+
 def figure(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="NAME", help="Figures, or all; without a name, figures are listed."),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Generated images and small models: minutes on a CPU.")
-    ] = False,
-    runs: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folders to search for runs; new runs go into the first.  "
-            "[dim]default: runs, and results if it exists[/dim]"
-        ),
-    ] = None,
-    out: Annotated[Path, typer.Option(help="The folder for figures.")] = Path("figures"),
-    config: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="A configuration file, such as best.json of a search. Its settings replace those of "
-            "lines with the same method, data set, model, transfer and batch size."
-        ),
-    ] = None,
-    added: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--with", metavar="METHOD", help="Add a method to the figures that compare methods."
-        ),
-    ] = None,
-    without: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="METHOD", help="Leave out a method: shampoo@1, or shampoo for all @k."
-        ),
-    ] = None,
+    names: Names = None,
+    quick: Quick = False,
+    runs: Runs = None,
+    out: Out = Path("figures"),
+    config: Configs = None,
+    added: With = None,
+    without: Without = None,
     epochs: options.Epochs = None,
-    seeds: Annotated[str, typer.Option(help="Seeds; several are drawn as mean and range.")] = "0",
+    seeds: Seeds = "0",
     precision: options.Precision = None,
     device: options.Device = None,
     data_dir: options.DataDir = None,
-    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, in processes.")] = 1,
-    only_existing: Annotated[
-        bool, typer.Option("--only-existing", help="Train nothing; draw existing runs.")
-    ] = False,
-    provenance: Annotated[
-        bool,
-        typer.Option(
-            "--provenance",
-            help="Write how each picture was made below it too; its caption NAME.md always says it.",
-        ),
-    ] = False,
+    jobs: Jobs = 1,
+    only_existing: OnlyExisting = False,
+    provenance: Provenance = False,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Make the figures of the paper, and a few more, as PNG and PDF with captions.
-
-    Existing runs are used, on any device and in any precision unless these are
-    given. Unfinished runs are continued, and missing runs are trained. Seconds
-    are measured by short runs, one at a time. Keep the machine free of other
-    work during these.
-
-    [bold]locoprop figure[/bold]
-        lists the figures
-
-    [bold]locoprop figure standard --quick[/bold]
-        one figure in a minute or two; [bold]all --quick[/bold] makes all figures
-
-    [bold]locoprop figure standard wide deep --jobs 6 --device cuda --precision tf32[/bold]
-        the protocol of the paper on MNIST, six runs at a time on the GPU
-
-    [bold]locoprop figure relu --config tuned/adam/best.json --seeds 0,1,2[/bold]
-        with the settings of a search, three seeds
-
-    [bold]locoprop figure standard --quick --with adamw --without shampoo[/bold]
-        with other methods
-
-    [bold]locoprop figure all --only-existing[/bold]
-        draws the runs in runs/ and results/
-    """
+    """Make figures of the paper; the text of the command's help is in ``HELP``."""
     if not names:
         _list(as_json)
         return
-    chosen = catalog.NAMES if ALL in names else tuple(dict.fromkeys(names))
-    for name in names:
-        if name != ALL:
-            catalog.entry_of(name)
-    for method in (*(added or []), *(without or [])):
-        methods.get(method)
-    if added and not set(chosen) & set(catalog.COMPARISONS):
-        raise ValueError(
-            f"--with adds methods to {', '.join(catalog.COMPARISONS)}. Ask for one of these figures."
-        )
-    folders = runs or [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
+    chosen = _chosen(names, added or [], without or [])
     scale = QUICK if quick else PROTOCOL
     request = FigureRequest(
         scale=scale,
         images=Images(data_dir, scale.images),
         place=_place(device, precision, quick),
-        folders=tuple(folders),
+        folders=tuple(runs or _default_folders()),
         out=out,
         command=_command(quick, config, added, without, epochs, seeds, device, precision),
         epochs=epochs,
@@ -144,9 +159,33 @@ def figure(
     made, failed = _make(chosen, request, quiet)
     _tell(made, as_json)
     if failed:
-        raise typer.Exit(1)
+        raise typer.Exit(exit_codes.FAILED)
     if not any(each.files for each in made):
         raise RunError(_nothing(request))
+
+
+def _chosen(names: list[str], added: list[str], without: list[str]) -> tuple[str, ...]:
+    """Return the names of the figures to make.
+
+    Raises:
+        ValueError: If a figure or a method is unknown, or no figure can have the added methods.
+    """
+    for name in names:
+        if name != ALL:
+            catalog.entry_of(name)
+    for method in (*added, *without):
+        methods.get(method)
+    chosen = catalog.NAMES if ALL in names else tuple(dict.fromkeys(names))
+    if added and not set(chosen) & set(catalog.COMPARISONS):
+        raise ValueError(
+            f"--with adds methods to {', '.join(catalog.COMPARISONS)}. Ask for one of these figures."
+        )
+    return chosen
+
+
+def _default_folders() -> list[Path]:
+    """Return the folder for new runs, and that of the committed runs if there is one."""
+    return [Path("runs"), *([Path("results")] if Path("results").is_dir() else [])]
 
 
 def _make(
@@ -159,7 +198,7 @@ def _make(
     from torch_locoprop.study.figures.matching_loss import make_matching_loss
     from torch_locoprop.study.figures.run_jobs import using_threads
 
-    console = Console(stderr=True, highlight=False, markup=False)
+    console = messages()
 
     def say(text: str) -> None:
         if not quiet:
@@ -176,9 +215,9 @@ def _make(
         with using_threads(request.scale.threads):
             made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
             made += [make_costs(request, say)] if "costs" in names else []
-    except KeyboardInterrupt:
-        console.print("Interrupted. Give the same command again to continue.", soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
+    except KeyboardInterrupt as error:
+        console.print(f"{stopped(error)}. Give the same command again to continue.", soft_wrap=True)
+        raise typer.Exit(exit_codes.of_interruption(error)) from None
     for failure in maker.failures if quiet else ():  # --quiet hides progress, not failures
         console.print(failure, soft_wrap=True)
     return made, bool(maker.failures)

@@ -10,8 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NoReturn
 
-FAILED, INTERRUPTED = 1, 130
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CLOSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 """Errors of a full disk, and of a folder that cannot be written to."""
@@ -24,7 +22,7 @@ WRITTEN = ("--out", "--runs", "--tensorboard")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command and exit: 0 for success, 1 for failure, 2 for wrong usage, 130 for Ctrl-C.
+    """Run the command and exit with one of the codes in `exit_codes`.
 
     Args:
         arguments: The arguments after `locoprop`; those of the process by default.
@@ -32,20 +30,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         from torch import OutOfMemoryError
 
+        from torch_locoprop.study.cli import exit_codes
         from torch_locoprop.study.cli.app import app
         from torch_locoprop.study.data.datasets import DatasetError
         from torch_locoprop.study.training.description import RunError
+        from torch_locoprop.study.training.stop_signals import terminations_raised
     except ImportError as error:
         _fail(_needed(error))
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(130)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), terminations_raised():
             warnings.showwarning = _warn
             app(args=arguments, prog_name="locoprop")
     except ModuleNotFoundError as error:
         _fail(_needed(error))
-    except (ValueError, ImportError, DatasetError, RunError) as error:
+    except ValueError as error:
+        _fail(str(error), exit_codes.USAGE)
+    except (ImportError, DatasetError, RunError) as error:
         _fail(str(error))
     except OutOfMemoryError as error:
         _fail(f"{str(error).splitlines()[0]} {LESS}")
@@ -89,11 +91,11 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     print(f"Warning: {message}", file=sys.stderr)
 
 
-def _fail(message: str) -> NoReturn:
-    """Print the message, in red on a terminal, and exit."""
+def _fail(message: str, code: int = 1) -> NoReturn:
+    """Print the message, in red on a terminal, and exit with this code."""
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
     print(f"{red}{message}{plain}", file=sys.stderr)
-    sys.exit(FAILED)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

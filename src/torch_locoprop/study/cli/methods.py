@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import options
+from torch_locoprop.study.cli import completion, options
 from torch_locoprop.study.methods import Choices, Method
 from torch_locoprop.study.tuning import spaces
 
@@ -18,7 +18,11 @@ from torch_locoprop.study.tuning import spaces
 def methods_command(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="METHOD", help="Methods whose settings are shown."),
+        typer.Argument(
+            metavar="METHOD",
+            autocompletion=completion.method_names,
+            help="Methods whose settings are shown.",
+        ),
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -28,7 +32,10 @@ def methods_command(
         all methods, where their settings come from, and what they need
 
     [bold]locoprop methods adam kfac@10[/bold]
-        the settings of two methods: the defaults, and where a search looks
+        the settings of two methods: the defaults, their origin, and where a search looks
+
+    [bold]locoprop methods adam --json[/bold]
+        the same as JSON; without a name, of all methods
     """
     chosen = [methods.get(name) for name in names or methods.names()]
     if as_json:
@@ -63,7 +70,16 @@ def _overview(chosen: list[Method]) -> Table:
 
 
 def _settings(method: Method) -> Table:
-    table = Table("setting", "default", "searched in", title=method.name, title_justify="left")
+    label, needs = methods.label(method.name), method.missing_package
+    table = Table(
+        "setting",
+        "default",
+        "searched in",
+        title=method.name if label == method.name else f"{method.name} ({label})",
+        title_justify="left",
+        caption=f"Defaults: {method.source}." + (f" The method {needs}." if needs else ""),
+        caption_justify="left",
+    )
     space = spaces.known(method, method.settings.get("solver"))
     for name, value in method.settings.items():
         table.add_row(name, str(value), _range(space[name]) if name in space else "")

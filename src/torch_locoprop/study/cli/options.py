@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from torch_locoprop.study import methods
+from torch_locoprop.study.cli import completion
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import tensorboard
@@ -17,13 +18,25 @@ METHODS = (
 
 Method = Annotated[
     str | None,
-    typer.Option("--method", "-m", help="The method.  [dim]default: locoprop-m[/dim]"),
+    typer.Option(
+        "--method",
+        "-m",
+        autocompletion=completion.method_names,
+        help="The method.  [dim]default: locoprop-m[/dim]",
+    ),
+]
+Compared = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="METHOD", autocompletion=completion.method_names, help="The methods to compare."
+    ),
 ]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
+        autocompletion=completion.settings,
         help="A setting of the method, such as lr=1e-4; see `locoprop methods METHOD`.",
     ),
 ]
@@ -32,26 +45,33 @@ SetOfOne = Annotated[
     typer.Option(
         "--set",
         metavar="[METHOD.]KEY=VALUE",
+        autocompletion=completion.settings_of_several,
         help="A setting of all methods, or of one method: adam.lr=1e-3.",
     ),
 ]
 DatasetName = Annotated[
     str | None,
     typer.Option(
-        "--dataset", "-d", help=f"{', '.join(datasets.NAMES)}.  [dim]default: curves[/dim]"
+        "--dataset",
+        "-d",
+        autocompletion=completion.DATASETS,
+        help=f"{', '.join(datasets.NAMES)}.  [dim]default: curves[/dim]",
     ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
+        autocompletion=completion.MODELS,
         help=f"{', '.join(architectures.PRESETS)}, or widths from input to code: 784-64-16.  "
-        "[dim]default: standard[/dim]"
+        "[dim]default: standard[/dim]",
     ),
 ]
 Transfer = Annotated[
     str | None,
     typer.Option(
-        help=f"Transfer between layers: {', '.join(architectures.SUITABLE)}.  [dim]default: tanh[/dim]"
+        autocompletion=completion.TRANSFERS,
+        help=f"Transfer between layers: {', '.join(architectures.SUITABLE)}.  "
+        "[dim]default: tanh[/dim]",
     ),
 ]
 Epochs = Annotated[
@@ -74,19 +94,25 @@ Seed = Annotated[
 Schedule = Annotated[
     str | None,
     typer.Option(
-        help="Learning-rate schedule. paper: changes by epoch, starts at zero; linear: by step.  "
-        "[dim]default: paper[/dim]"
+        autocompletion=completion.SCHEDULES,
+        help="Learning-rate schedule. paper: changes by epoch, and is zero in the first epoch; "
+        "linear: by step, from above zero.  [dim]default: paper[/dim]",
     ),
 ]
 Precision = Annotated[
     str | None,
     typer.Option(
+        autocompletion=completion.PRECISIONS,
         help="Of matrix products: fp32; on a GPU also tf32, or bf16: tf32 with LocoProp's local "
-        "products in bfloat16.  [dim]default: fp32[/dim]"
+        "products in bfloat16.  [dim]default: fp32[/dim]",
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu or cuda.  [dim]default: cuda if available[/dim]")
+    str | None,
+    typer.Option(
+        autocompletion=completion.DEVICES,
+        help="cpu or cuda.  [dim]default: cuda if available[/dim]",
+    ),
 ]
 DataDir = Annotated[Path | None, typer.Option(help="A folder with files of data sets.")]
 TensorBoard = Annotated[

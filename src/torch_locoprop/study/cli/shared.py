@@ -1,27 +1,20 @@
-"""Functions that several subcommands share: options to configurations, loading, and training."""
+"""Functions that several subcommands share: options to configurations, and loading."""
 
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
-from torch_locoprop.study.cli.main import INTERRUPTED
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.training import tensorboard
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.progress import watching
-from torch_locoprop.study.training.run_folder import Metrics, RunFolder
-from torch_locoprop.study.training.run_result import RunResult, result_of
-from torch_locoprop.study.training.runner import run
+from torch_locoprop.study.training.run_folder import RunFolder
 
 TASK = (
     *("dataset", "model", "transfer", "epochs", "batch_size", "warmup_epochs"),
@@ -43,18 +36,24 @@ def base_of(config: Path | None, resumed: Path | None) -> dict[str, Any]:
     """Return the fields of a configuration file, or of the run to resume.
 
     Raises:
-        ValueError: If the file is not a configuration.
+        ValueError: If the file is not a configuration; the message begins with its name.
     """
     if config is None:
         folder = None if resumed is None else RunFolder(resumed)
         return dict(folder.description()["config"]) if folder and folder.exists else {}
     try:
         content = json.loads(config.read_text())
+    except OSError as error:
+        raise ValueError(f"{config}: {error.strerror}.") from error
     except ValueError as error:
         raise ValueError(f"{config} is not a JSON file ({error}).") from error
     fields = content.get("config", content) if isinstance(content, dict) else None
     if not isinstance(fields, dict):
         raise ValueError(f"{config} is not a configuration: it must be a JSON object.")
+    try:
+        configuration(fields).check_settings()
+    except ValueError as error:
+        raise ValueError(f"{config}: {error}") from error
     return dict(fields)
 
 
@@ -96,52 +95,3 @@ def load(name: str, data_dir: Path | None, quiet: bool) -> Dataset:
             progress.update(bars[file], completed=here, total=total)
 
         return datasets.load(name, data_dir, progress=show)
-
-
-def run_in(
-    config: RunConfig,
-    folder: Path,
-    data: Dataset,
-    data_dir: Path | None,
-    *,
-    quiet: bool,
-    resume: bool,
-    logs: Path | None = None,
-    others: bool = False,
-) -> RunResult:
-    """Train a run and show its progress; Ctrl-C exits and prints how to continue.
-
-    Args:
-        config: The configuration.
-        folder: The folder of the run.
-        data: The images.
-        data_dir: The option `--data-dir`, for the command that continues the run.
-        quiet: Show no progress.
-        resume: Continue a run in the folder.
-        logs: The folder for TensorBoard.
-        others: True if the command trains several runs and can be given again to continue.
-    """
-    console = Console(stderr=True, highlight=False, markup=False)
-    there = resume and RunFolder(folder).exists and result_of(folder).finished
-    try:
-        with (
-            watching(console, config.method, config.epochs, quiet=quiet) as watch,
-            tensorboard.logging(logs, config, RunFolder(folder), data) as log,
-        ):
-
-            def on_epoch(row: Metrics) -> None:
-                watch(row)
-                log(row)
-
-            result = run(config, folder, resume=resume, data=data, on_epoch=on_epoch)
-    except KeyboardInterrupt:
-        words = ["locoprop", "train", "--resume", "--out", str(folder)]
-        words += [] if data_dir is None else ["--data-dir", str(data_dir)]
-        again = f"Continue with: {shlex.join(words)}"
-        if others:
-            again = "Give the same command again to continue."
-        console.print(f"Interrupted. {again}", soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
-    if there and not quiet:
-        console.print(f"{folder} is already finished.", soft_wrap=True)
-    return result

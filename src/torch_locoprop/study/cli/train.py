@@ -8,9 +8,50 @@ from typing import Annotated
 
 import typer
 
-from torch_locoprop.study.cli import options
-from torch_locoprop.study.cli.shared import base_of, configuration, given_task, load, parsed, run_in
+from torch_locoprop.study.cli import exit_codes, options
+from torch_locoprop.study.cli.run_session import RunSession
+from torch_locoprop.study.cli.shared import base_of, configuration, given_task, load, parsed
 from torch_locoprop.study.training.run_folder import RunFolder
+
+HELP = """\
+Train one model with one method and store the run in a folder.
+
+[bold]locoprop train[/bold]
+    LocoProp-M with the protocol of the paper, on images of curves
+
+[bold]locoprop train -d mnist -m adam --set lr=1e-3 --epochs 20 --out runs/adam[/bold]
+    another data set, method and setting; writes config.json, metrics.jsonl and checkpoint.pt
+
+[bold]locoprop train --resume --out runs/adam[/bold]
+    continues after Ctrl-C, a crash or a kill, with bit-identical results; Ctrl-C and SIGTERM
+    save a checkpoint first
+
+[bold]locoprop train -m locoprop-s --set solver=adam --set local_steps=5[/bold]
+    another local solver and number of local iterations
+
+[bold]locoprop train --model 784-64-16 --epochs 3[/bold]
+    a small model for a quick look
+"""
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="A file with all options above: config.json of a run, or best.json of a search."
+    ),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="The folder of the run.  [dim]default: a new folder in runs/[/dim]"),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in the folder.")]
+Restart = Annotated[
+    bool,
+    typer.Option(
+        "--restart",
+        help="Start the unfinished run in the folder again from epoch 0. Its metrics and its "
+        "checkpoint are kept, with the ending .old.",
+    ),
+]
 
 
 def train(
@@ -27,43 +68,19 @@ def train(
     schedule: options.Schedule = None,
     precision: options.Precision = None,
     device: options.Device = None,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            help="A file with all options above: config.json of a run, or best.json of a search."
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the run.  [dim]default: a new folder in runs/[/dim]"),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in the folder.")
-    ] = False,
+    config: ConfigFile = None,
+    out: Out = None,
+    resume: Resume = False,
+    restart: Restart = False,
     data_dir: options.DataDir = None,
     logs: options.TensorBoard = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Train one model with one method and store the run in a folder.
-
-    [bold]locoprop train[/bold]
-        LocoProp-M with the protocol of the paper, on images of curves
-
-    [bold]locoprop train -d mnist -m adam --set lr=1e-3 --epochs 20 --out runs/adam[/bold]
-        another data set, method and setting; writes config.json, metrics.jsonl and checkpoint.pt
-
-    [bold]locoprop train --resume --out runs/adam[/bold]
-        continues after Ctrl-C, a crash or a kill, with bit-identical results
-
-    [bold]locoprop train -m locoprop-s --set solver=adam --set local_steps=5[/bold]
-        another local solver and number of local iterations
-
-    [bold]locoprop train --model 784-64-16 --epochs 3[/bold]
-        a small model for a quick look
-    """
-    base = base_of(config, out if resume else None)
+    """Train one model with one method; the text of the command's help is in ``HELP``."""
     task = given_task(locals())
+    resume = resume or restart
+    base = base_of(config, out if resume else None)
     if method is not None and method != base.get("method"):
         base.pop("settings", None)
     own = base.get("settings", {})
@@ -76,8 +93,8 @@ def train(
     folder = out or Path("runs") / chosen.name(data.fingerprint)
     if resume and not RunFolder(folder).exists:
         typer.echo(f"No run to continue in {folder}; starting a new one.", err=True)
-    result = run_in(chosen, folder, data, data_dir, quiet=quiet, resume=resume, logs=logs)
-    if as_json:
-        typer.echo(json.dumps(result.to_dict()))
-    else:
-        typer.echo(result.summary)
+    session = RunSession(data, data_dir, quiet, logs)
+    result = session.train(chosen, folder, resume=resume, restart=restart)
+    typer.echo(json.dumps(result.to_dict()) if as_json else result.summary)
+    if result.diverged:
+        raise typer.Exit(exit_codes.DIVERGED)

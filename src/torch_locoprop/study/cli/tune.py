@@ -14,46 +14,83 @@ import typer
 from rich.console import Console
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.cli import options
-from torch_locoprop.study.cli.main import INTERRUPTED
+from torch_locoprop.study.cli import completion, exit_codes, options
+from torch_locoprop.study.cli.run_session import messages, stopped
 from torch_locoprop.study.cli.shared import configuration, given_task, load, parsed
 from torch_locoprop.study.methods.search_space import Space, from_dict
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.description import RunError
-from torch_locoprop.study.training.progress import bar
+from torch_locoprop.study.training.progress import TimeLeft, bar
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.results import Status, TuningResult, best_of
 
+HELP = """\
+Search a method's settings for the lowest train loss after the last epoch.
+
+The search is stored in a folder. The same command continues it after Ctrl-C,
+a crash or a kill, or with more trials. The same command in another terminal
+shares the work. best.json in the folder has the best configuration.
+
+[bold]locoprop tune -m adam -d mnist --epochs 20 --out tuning/adam[/bold]
+    64 trials, 8 at a time; bad ones end early
+
+[bold]locoprop tune --out tuning/adam --trials 256[/bold]
+    continues that search, or shares its work
+
+[bold]locoprop train --config tuning/adam/best.json --seed 1[/bold]
+    trains with the best configuration
+
+[bold]locoprop tune -m locoprop-s --range lr=1e-6:1e-3 --range gamma=10,100 --set eps=1e-5[/bold]
+    other ranges, and a fixed setting
+
+[bold]locoprop tune -m kfac@10 --sampler gp --no-pruning --trials 30[/bold]
+    a Gaussian process for few expensive trials, without pruning
+"""
+
+Ranges = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--range",
+        metavar="KEY=LOW:HIGH",
+        help="The range of a setting, or its values: gamma=10,100,1000.  "
+        "[dim]default: see locoprop methods METHOD[/dim]",
+    ),
+]
+Fixed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        autocompletion=completion.settings,
+        help="A setting that is not searched.",
+    ),
+]
+Trials = Annotated[
+    int, typer.Option("--trials", "-n", help="Trials to finish, by all processes and calls.")
+]
+Population = Annotated[
+    int, typer.Option("--population", "-k", help="Trials trained together, as one model.")
+]
+Sampler = Annotated[
+    str | None, typer.Option(help="tpe, or gp: a Gaussian process.  [dim]default: tpe[/dim]")
+]
+Pruning = Annotated[bool, typer.Option(help="End trials early that are worse than the median.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(help="The folder of the search.  [dim]default: a new folder in tuning/[/dim]"),
+]
+
+POPULATION = 8
+
 
 def tune(
     method: options.Method = None,
-    settings: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A setting that is not searched."),
-    ] = None,
-    ranges: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--range",
-            metavar="KEY=LOW:HIGH",
-            help="The range of a setting, or its values: gamma=10,100,1000.  "
-            "[dim]default: see locoprop methods METHOD[/dim]",
-        ),
-    ] = None,
-    trials: Annotated[
-        int, typer.Option("--trials", "-n", help="Trials to finish, by all processes and calls.")
-    ] = 64,
-    population: Annotated[
-        int, typer.Option("--population", "-k", help="Trials trained together, as one model.")
-    ] = 8,
-    sampler: Annotated[
-        str | None,
-        typer.Option(help="tpe, or gp: a Gaussian process.  [dim]default: tpe[/dim]"),
-    ] = None,
-    pruning: Annotated[
-        bool, typer.Option(help="End trials early that are worse than the median.")
-    ] = True,
+    settings: Fixed = None,
+    ranges: Ranges = None,
+    trials: Trials = 64,
+    population: Population = POPULATION,
+    sampler: Sampler = None,
+    pruning: Pruning = True,
     dataset: options.DatasetName = None,
     model: options.Model = None,
     transfer: options.Transfer = None,
@@ -65,35 +102,12 @@ def tune(
     schedule: options.Schedule = None,
     precision: options.Precision = None,
     device: options.Device = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(help="The folder of the search.  [dim]default: a new folder in tuning/[/dim]"),
-    ] = None,
+    out: Out = None,
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
 ) -> None:
-    """Search a method's settings for the lowest train loss after the last epoch.
-
-    The search is stored in a folder. The same command continues it after Ctrl-C,
-    a crash or a kill, or with more trials. The same command in another terminal
-    shares the work. best.json in the folder has the best configuration.
-
-    [bold]locoprop tune -m adam -d mnist --epochs 20 --out tuning/adam[/bold]
-        64 trials, 8 at a time; bad ones end early
-
-    [bold]locoprop tune --out tuning/adam --trials 256[/bold]
-        continues that search, or shares its work
-
-    [bold]locoprop train --config tuning/adam/best.json --seed 1[/bold]
-        trains with the best configuration
-
-    [bold]locoprop tune -m locoprop-s --range lr=1e-6:1e-3 --range gamma=10,100 --set eps=1e-5[/bold]
-        other ranges, and a fixed setting
-
-    [bold]locoprop tune -m kfac@10 --sampler gp --no-pruning --trials 30[/bold]
-        a Gaussian process for few expensive trials, without pruning
-    """
+    """Search a method's settings; the text of the command's help is in ``HELP``."""
     task = given_task(locals())
     there = TuningFolder(out).description() if out and TuningFolder(out).exists else None
     base, space = _search(there, task, method, settings or [], ranges or [])
@@ -101,33 +115,46 @@ def tune(
     data = load(base.dataset, data_dir, quiet)
     if out is None:
         out = Path("tuning") / _name(base, campaign.description(base, space, sampler, data))
-    console = Console(stderr=True, highlight=False, markup=False)
-    try:
-        with watching(console, base.method, quiet=quiet) as watch:
-            result = campaign.tune(
-                base,
-                space,
-                out,
-                trials=trials,
-                population=population,
-                sampler=sampler,
-                pruning=pruning,
-                data=data,
-                watch=watch,
-            )
-    except KeyboardInterrupt:
-        words = ["locoprop", "tune", "--out", str(out), "--trials", str(trials)]
-        words += [] if population == 8 else ["--population", str(population)]
-        words += [] if pruning else ["--no-pruning"]
-        words += [] if data_dir is None else ["--data-dir", str(data_dir)]
-        console.print(f"Interrupted. Continue with: {shlex.join(words)}", soft_wrap=True)
-        raise typer.Exit(INTERRUPTED) from None
+    again = ["locoprop", "tune", "--out", str(out), "--trials", str(trials)]
+    again += [] if population == POPULATION else ["--population", str(population)]
+    again += [] if pruning else ["--no-pruning"]
+    again += [] if data_dir is None else ["--data-dir", str(data_dir)]
+    with _interruptible(again, base.method, quiet) as watch:
+        result = campaign.tune(
+            base,
+            space,
+            out,
+            trials=trials,
+            population=population,
+            sampler=sampler,
+            pruning=pruning,
+            data=data,
+            watch=watch,
+        )
     typer.echo(json.dumps(result.to_dict()) if as_json else _outcome(result))
     if result.best is None:
-        raise RunError(
-            f"None of {len(result.trials)} trials finished with a finite loss. Search smaller learning "
-            "rates, --range lr=LOW:HIGH, in another folder."
-        )
+        _say_that_none_finished(result)
+        raise typer.Exit(exit_codes.DIVERGED)
+
+
+@contextmanager
+def _interruptible(again: list[str], name: str, quiet: bool) -> Iterator[Callable[[Status], None]]:
+    """Show the progress of a search; after a signal, say how to continue it, and exit."""
+    console = messages()
+    try:
+        with watching(console, name, quiet=quiet) as watch:
+            yield watch
+    except KeyboardInterrupt as error:
+        console.print(f"{stopped(error)}. Continue with: {shlex.join(again)}", soft_wrap=True)
+        raise typer.Exit(exit_codes.of_interruption(error)) from None
+
+
+def _say_that_none_finished(result: TuningResult) -> None:
+    messages().print(
+        f"None of {len(result.trials)} trials finished with a finite loss. Search smaller learning "
+        "rates, --range lr=LOW:HIGH, in another folder.",
+        soft_wrap=True,
+    )
 
 
 def _search(
@@ -170,20 +197,24 @@ def watching(console: Console, name: str, *, quiet: bool) -> Iterator[Callable[[
         yield lambda status: None
     elif console.is_terminal:
         with bar(console, name) as show:
-            yield lambda status: show(status.finished, status.trials, _now(status))
+            yield lambda status: show(status.finished, status.trials, _now(status), _part(status))
     else:
-        shown = -1
+        shown, left = -1, TimeLeft()
 
         def line(status: Status) -> None:
             nonlocal shown
+            remaining = left(status.finished + _part(status), status.trials)
             if status.finished > shown:
                 shown = status.finished
-                console.print(
-                    f"{name}  {status.finished}/{status.trials} trials  {_best(status)}".rstrip(),
-                    soft_wrap=True,
-                )
+                words = (f"{status.finished}/{status.trials} trials", _best(status), remaining)
+                console.print("  ".join((name, *filter(None, words))), soft_wrap=True)
 
         yield line
+
+
+def _part(status: Status) -> float:
+    """Return how much of the running trials of this process is done, in trials."""
+    return status.running * status.epoch / status.epochs
 
 
 def _best(status: Status) -> str:

@@ -1,13 +1,15 @@
 """Progress of training in a terminal: a bar, or a line for each epoch where there is no terminal.
 
-Progress of a download is in ``torch_locoprop.study.cli.shared``; tables of results are in
-``torch_locoprop.study.cli.tables``.
+Both show how much time is left. Progress of a download is in ``torch_locoprop.study.cli.shared``;
+tables of results are in ``torch_locoprop.study.cli.tables``.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import (
@@ -24,13 +26,50 @@ from torch_locoprop.study.training.run_folder import Metrics
 Watch = Callable[[Metrics], None]
 """Called with the metrics of each epoch."""
 
-Show = Callable[[int, int, str], None]
-"""Called with the number done, the total, and a text."""
+
+class Show(Protocol):
+    """Moves a bar: to a number of the total, with a text and the part of the next ones."""
+
+    def __call__(self, done: int, total: int, now: str, part: float = 0.0) -> None: ...
+
+
+class TimeLeft:
+    """An estimate of the time that is left, from the time that the work so far has taken.
+
+    Work that was done before the first call, by an earlier process, does not count.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._first: tuple[float, float] | None = None
+
+    def __call__(self, done: float, total: float) -> str:
+        """Return the estimate as text, such as ``3 min left``; empty while there is none.
+
+        Args:
+            done: How much is done, in any unit.
+            total: How much there is.
+        """
+        if self._first is None:
+            self._first = done, self._clock()
+        before, began = self._first
+        if not before < done < total:
+            return ""
+        seconds = (self._clock() - began) / (done - before) * (total - done)
+        return f"{as_time(seconds)} left"
+
+
+def as_time(seconds: float) -> str:
+    """Return a duration in words: ``40 s``, ``3 min``, ``2 h 05 min``."""
+    if seconds < 99.5:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 @contextmanager
 def bar(console: Console, name: str) -> Iterator[Show]:
-    """Show a progress bar; yields the function that moves it."""
+    """Show a progress bar with the time that is left; yields the function that moves it."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -38,10 +77,17 @@ def bar(console: Console, name: str) -> Iterator[Show]:
         MofNCompleteColumn(),
         TextColumn("{task.fields[now]}"),
         TimeElapsedColumn(),
+        TextColumn("{task.fields[left]}"),
     )
+    left = TimeLeft()
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(name, total=None, now="")
-        yield lambda done, total, now: progress.update(task, completed=done, total=total, now=now)
+        task = progress.add_task(name, total=None, now="", left="")
+
+        def show(done: int, total: int, now: str, part: float = 0.0) -> None:
+            remaining = left(done + part, total)
+            progress.update(task, completed=done, total=total, now=now, left=remaining)
+
+        yield show
 
 
 @contextmanager
@@ -53,10 +99,13 @@ def watching(console: Console, name: str, epochs: int, *, quiet: bool) -> Iterat
         with bar(console, name) as show:
             yield lambda row: show(row.epoch, epochs, _losses(row))
     else:
-        yield lambda row: console.print(
-            f"{name}  epoch {row.epoch}/{epochs}  {_losses(row)}  {row.seconds:.1f} s",
-            soft_wrap=True,
-        )
+        left = TimeLeft()
+
+        def line(row: Metrics) -> None:
+            text = f"{name}  epoch {row.epoch}/{epochs}  {_losses(row)}  {row.seconds:.1f} s"
+            console.print(f"{text}  {left(row.epoch, epochs)}".rstrip(), soft_wrap=True)
+
+        yield line
 
 
 def _losses(row: Metrics) -> str:

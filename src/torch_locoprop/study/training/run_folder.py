@@ -108,9 +108,8 @@ class Checkpoint:
     @property
     def place(self) -> str:
         """Where the run stands, in words."""
-        epoch = f"epoch {self.metrics[-1].epoch}"
-        steps = f" and {self.part.steps} steps of the next one" if self.part else ""
-        return f"{epoch}{steps}"
+        step = f" and step {self.part.steps} of the next epoch" if self.part else ""
+        return f"epoch {self.metrics[-1].epoch}{step}"
 
 
 @dataclass(frozen=True)
