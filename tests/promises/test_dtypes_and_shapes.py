@@ -101,6 +101,10 @@ def test_an_empty_batch_moves_nothing(case: dict[str, Any]) -> None:
     assert not any(opt.skipped_updates.values())
 
 
+WIDTH_ZERO = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+
+
+@WIDTH_ZERO
 @pytest.mark.parametrize("case", [*CASES, {"max_rows": 3}, {"guards": Guards(cap=1.0)}], ids=str)
 @pytest.mark.parametrize("shape", [(9, 6), (2, 5, 6), (6,)])
 def test_layers_of_width_zero(case: dict[str, Any], shape: tuple[int, ...]) -> None:
@@ -117,6 +121,7 @@ def test_layers_of_width_zero(case: dict[str, Any], shape: tuple[int, ...]) -> N
     assert not any(opt.skipped_updates.values())
 
 
+@WIDTH_ZERO
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
 def test_the_local_problem_of_a_layer_without_inputs(variant: str) -> None:
     """All rows are equal: five local iterations equal those of a vector."""
