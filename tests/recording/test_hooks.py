@@ -307,7 +307,13 @@ def test_a_subclass_may_take_arguments_of_its_own(
     model = Model(torch.tanh)
     model.odd = kind(5, 3).double().requires_grad_(False)
     del model.two
-    opt = LocoProp(model, variant="locoprop-m", lr=1e-3, output_transfer="sigmoid")
+    opt = LocoProp(
+        model,
+        variant="locoprop-m",
+        lr=1e-3,
+        output_transfer="sigmoid",
+        fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     used = model if backend is None else torch.compile(model, backend=backend)
     used(batch(8, 6)).square().sum().backward()
     opt.step()
