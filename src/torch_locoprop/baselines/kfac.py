@@ -27,7 +27,7 @@ from torch_locoprop.paper.fisher import (
     running_average,
     second_moment,
 )
-from torch_locoprop.paper.tensors import Tensors, join, split
+from torch_locoprop.paper.tensors import Tensors, holds, join, split
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord
@@ -293,7 +293,7 @@ def damped_inverses(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tenso
     ridges = _ridges(A, D, damping)
     for factor, ridge in zip(damped_factors(A, D, damping), ridges, strict=True):
         inverse = torch.cholesky_inverse(cholesky(at_least_float32(factor)))
-        if not bool(inverse.isfinite().all()):
+        if not holds(inverse.isfinite().all(), unknown=True):
             values, vectors = eigh(factor.double())
             values = torch.maximum(values, ridge.squeeze(-1).to(values.dtype))
             inverse = vectors / values.unsqueeze(-2) @ vectors.mT

@@ -89,8 +89,10 @@ class Shampoo(PerTensor):
             raise ValueError(unknown("grafting", group["grafting"], GRAFTING))
 
     def change(self, gradient: Tensor, state: Tensors, group: Group) -> tuple[Tensor, Tensors]:
-        kept: Tensors = {"step": state.get("step", torch.zeros((), dtype=torch.float32)) + 1}
-        steps = int(kept["step"].item())  # the counter is on the CPU: no synchronisation with a GPU
+        # The counter is on the CPU: no synchronisation with a GPU.
+        none = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+        kept: Tensors = {"step": state.get("step", none) + 1}
+        steps = int(kept["step"].item())
         direction = None
         if gradient.dim() >= 2:
             direction = self._preconditioned(gradient, state, kept, group, steps)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 
 # Output transfers that define a predictive distribution: Bernoulli, categorical, Gaussian.
@@ -113,7 +114,8 @@ def cholesky(matrix: Tensor, *, well_posed: bool = False) -> Tensor:
     factor, info = torch.linalg.cholesky_ex(at_least_float32(matrix))
     if well_posed:
         return torch.where((info != 0)[..., None, None], torch.nan, factor).to(matrix.dtype)
-    if not bool((info == 0).all() & factor.isfinite().all()):  # one synchronization with a GPU
+    found = (info == 0).all() & factor.isfinite().all()
+    if not holds(found, unknown=True):  # one synchronization with a GPU
         precise, info = torch.linalg.cholesky_ex(matrix.double())
         factor = torch.where((info != 0)[..., None, None], torch.nan, precise)
     return factor.to(matrix.dtype)

@@ -7,7 +7,8 @@ free: K problems of one shape are ``[K, d, n]``, and a number may then be a tens
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 Tensors = dict[str, Tensor]
 Number = float | Tensor  # one number for all problems, or a tensor [K] with one for each
@@ -43,3 +44,26 @@ def spread(number: Number, like: Tensor) -> Number:
     if not isinstance(number, Tensor) or number.dim() == 0:
         return number
     return number.reshape(number.shape + (1,) * (like.dim() - number.dim()))
+
+
+def holds(condition: Tensor, *, unknown: bool) -> bool:
+    """Return a condition as a number; on an accelerator the host waits for it.
+
+    Args:
+        condition: a boolean scalar.
+        unknown: what to return if the condition has no value.
+    """
+    return bool(condition) if has_values(condition) else unknown
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Return False on the device ``meta`` and in PyTorch's ``FakeTensorMode``.
+
+    Programs that estimate memory run whole training steps with such tensors.
+    """
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
+def seeded(device: torch.device, seed: int) -> Generator:
+    """Return a generator of random numbers for a device; the device ``meta`` has none of its own."""
+    return Generator("cpu" if device.type == "meta" else device).manual_seed(seed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import sampled_output_gradient
+from torch_locoprop.paper.tensors import seeded
 from torch_locoprop.paper.transfers import Linear, Transfer
 from torch_locoprop.recording import transfer_detection
 from torch_locoprop.recording.layer_record import LayerRecord
@@ -80,7 +81,7 @@ def send_sampled_gradients(
             "Labels are drawn from the output of the model's last Linear layer, but the model ends "
             "in another operation. Use a variant and a regularizer that need no Fisher matrix."
         )
-    generator = torch.Generator(last[0].a.device).manual_seed(seed)
+    generator = seeded(last[0].a.device, seed)
     torch.autograd.grad(
         [call.a for call in last],
         wanted,

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
+from torch_locoprop.paper.tensors import holds
+
 
 class GradientChanges:
     """The gradients of some parameters as a backward pass left them, to detect later changes."""
@@ -66,4 +68,4 @@ class GradientChanges:
             for (g, version), (before, then) in zip(now, known, strict=True)
         ):
             return False
-        return not any(bool(g.any()) for g in gradients)
+        return not any(holds(g.any(), unknown=True) for g in gradients)

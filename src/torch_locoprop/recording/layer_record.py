@@ -19,6 +19,7 @@ from torch_locoprop.fast import dispatch
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.layers.base import is_patched
 from torch_locoprop.paper.gram import RowUse
+from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import row_reduction, transfer_detection
 from torch_locoprop.recording.backward_pass import at_end
@@ -280,8 +281,10 @@ class LayerRecord:
 
         Args:
             what: "skipped", "gated" or "capped".
-            happened: a boolean scalar.
+            happened: a boolean scalar; a tensor without a value counts nothing.
         """
+        if not has_values(happened):
+            return
         known = self.counts.get(what, 0)
         if not isinstance(known, Tensor) or known.device != happened.device:
             known = torch.full((), int(known), device=happened.device)

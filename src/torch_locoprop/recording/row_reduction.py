@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.gram import Gram, RowUse, saves_work
+from torch_locoprop.paper.tensors import seeded
 from torch_locoprop.recording.call import Call
 
 if TYPE_CHECKING:
@@ -133,7 +134,6 @@ def _subsampled(layer: LayerRecord, call: Call) -> Call:
     seed, device = layer.row_seed + len(layer.calls), call.x.device
     order = layer.orders.get((seed, samples, device))
     if order is None:
-        generator = torch.Generator(device).manual_seed(seed)
-        order = torch.randperm(samples, generator=generator, device=device)
+        order = torch.randperm(samples, generator=seeded(device, seed), device=device)
         layer.orders[seed, samples, device] = order
     return call.subsampled(layer.kind, order[:keep])

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.backward_pass import running_node
 
@@ -318,7 +318,7 @@ def _adds_one(division: Any) -> bool:
     if any(each.unpack_hook is not None for each in saved):
         return False
     a, denominator = division._saved_self.detach(), division._saved_other.detach()
-    if denominator.is_meta or isinstance(denominator, FakeTensor) or denominator.numel() == 0:
+    if not has_values(denominator) or denominator.numel() == 0:
         return False
     expected = 1 + a.abs()
     return bool(((denominator == expected) | expected.isnan()).all())

@@ -32,7 +32,7 @@ from torch_locoprop.paper.fisher import (
 )
 from torch_locoprop.paper.gram import Gram, RowUse, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
+from torch_locoprop.paper.tensors import Number, Tensors, holds, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver
 
 
@@ -206,7 +206,7 @@ def implicit_step(gradient: Tensor, x: Tensor, eta: Number) -> Tensor:
 def precise_enough(gradient: Tensor, x: Tensor, eta: Number) -> tuple[Tensor, Tensor]:
     """Return both, in float64 if ``I + η XᵀX`` may be too ill-conditioned for their dtype."""
     condition = spread(eta, x) * x.square().sum((-2, -1), keepdim=True)  # an upper bound
-    if bool((condition * torch.finfo(x.dtype).eps > 1e-3).any()):
+    if holds((condition * torch.finfo(x.dtype).eps > 1e-3).any(), unknown=False):
         return gradient.double(), x.double()
     return gradient, x
 

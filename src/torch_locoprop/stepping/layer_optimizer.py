@@ -21,6 +21,7 @@ from torch_locoprop.config.groups import (
 )
 from torch_locoprop.distributed import ddp
 from torch_locoprop.fast.dispatch import graphs
+from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_intact
@@ -192,9 +193,11 @@ class LayerOptimizer(WithFallback):
         if any(layer.calls for layer in trained):
             return False
         if trained:
-            gradients = [p.grad for own in trained.values() for p in own.values()]
+            gradients = [
+                p.grad for own in trained.values() for p in own.values() if p.grad is not None
+            ]
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
-            return still and not any(bool(g.any()) for g in gradients if g is not None)
+            return still and not any(holds(g.any(), unknown=True) for g in gradients)
         others = [group for group in self.param_groups if group["fallback"]]
         return skipped or any(p.grad is not None for group in others for p in group["params"])
 

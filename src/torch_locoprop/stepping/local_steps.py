@@ -14,7 +14,7 @@ from torch_locoprop.config.groups import Group
 from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.tensors import Tensors, holds
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED
@@ -104,7 +104,7 @@ class LocalSteps:
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
         if unrecorded and layer.shared_facts is None:
             gradients = {p: p.grad for p in trained.values() if p.grad is not None}
-            if not any(bool(g.any()) for g in gradients.values()):
+            if not any(holds(g.any(), unknown=True) for g in gradients.values()):
                 return gradients if self.has_outer else {}
             layer.note = layer.note or NOT_CALLED
             self.notices.not_called(layer.name)
@@ -229,7 +229,7 @@ def _state_pairs(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor,
             entry.dtype,
             entry.device,
         ):
-            if bool(ok):
+            if holds(ok, unknown=True):
                 state.update(new)
             return []
         if entry is not old:
