@@ -19,13 +19,19 @@ class GradientChanges:
     """The gradients of some parameters as a backward pass left them, to detect later changes."""
 
     def __init__(self) -> None:
-        self._versions: list[tuple[weakref.ref[Tensor], int]] = []
+        # Memory and version of each gradient. A weak reference to the tensor itself would keep
+        # torch.utils.swap_tensors from changing its dtype.
+        self._versions: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
         self._norms: dict[nn.Parameter, Tensor] = {}
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember which tensors the gradients are, and their versions."""
+        """Remember which tensors the gradients are, and their versions; sparse ones are not known."""
         gradients = (p.grad for p in parameters if p.grad is not None)
-        self._versions = [(weakref.ref(g), g._version) for g in gradients]
+        self._versions = [
+            (weakref.ref(g.untyped_storage()), g._version)
+            for g in gradients
+            if g.layout == torch.strided
+        ]
 
     def remember_norms(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the norms of the gradients."""
@@ -62,10 +68,9 @@ class GradientChanges:
         if not gradients:
             return True
         known = [(ref(), version) for ref, version in self._versions]
-        now = [(g, g._version) for g in gradients]
-        if len(now) == len(known) and all(
-            g is before and version == then
-            for (g, version), (before, then) in zip(now, known, strict=True)
+        if len(gradients) == len(known) and all(
+            g.layout == torch.strided and g.untyped_storage() is before and g._version == then
+            for g, (before, then) in zip(gradients, known, strict=True)
         ):
             return False
         return not any(holds(g.any(), unknown=True) for g in gradients)

@@ -190,6 +190,9 @@ class ModelHooks:
                 hook = WeakHook(self, "after_gradient")
                 handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
+            # A module may change its dtype by torch.utils.swap_tensors, after which autograd does not
+            # know the hooks of the parameter any more. Setting them tells it again.
+            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
     def before_compiled_layer(self, module: nn.Module) -> None:
         """Watch the gradients of a layer that a compiled graph is about to call."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,6 +53,45 @@ def test_another_precision(variant: str, kind: str) -> None:
     found = moved(make(kind), places, kind, variant=variant)
     stayed = moved(make(kind), [torch.float64] * 3, kind, variant=variant)
     assert 0 < distance(found, stayed) < 1e-5
+
+
+@pytest.fixture
+def _swapping() -> Iterator[None]:
+    """Change dtypes by ``torch.utils.swap_tensors`` instead of ``.data =``."""
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+@each_variant
+@each_model
+@pytest.mark.usefixtures("_swapping")
+def test_another_precision_by_swapping_tensors(variant: str, kind: str) -> None:
+    places = [torch.float64, torch.float32, torch.float64]
+    found = moved(make(kind), places, kind, variant=variant)
+    stayed = moved(make(kind), [torch.float64] * 3, kind, variant=variant)
+    assert 0 < distance(found, stayed) < 1e-5
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_another_precision_between_backward_and_step(
+    swap: bool, request: pytest.FixtureRequest
+) -> None:
+    if swap:
+        request.getfixturevalue("_swapping")
+    results = []
+    for early in (True, False):
+        model = make()
+        opt = loco(model)
+        x, y = data("linear", 0)
+        cross_entropy(model(x), y).backward()
+        if early:
+            model.float()
+        opt.step()
+        model.float()
+        results.append([w.double() for w in weights(model)])
+    assert distance(*results) < 1e-5
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda own: ", ".join(own))
