@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
 from cases import assert_close, batch, network, weights
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from torch_locoprop import LocoProp
 
@@ -85,6 +89,57 @@ def test_the_optimizer_can_be_removed_for_good() -> None:
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())
 
 
+def hooks_of(model: nn.Module) -> int:
+    """Return how many forward hooks of any kind the modules of a model have."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs")
+    return sum(len(getattr(module, name)) for module in model.modules() for name in names)
+
+
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_deep_copies_have_nothing_of_ours(tmp_path: Path) -> None:
+    """They can be scripted, and load where this package is not installed; users' hooks stay."""
+    model = network()
+    calls = []
+    model[2].register_forward_hook(lambda module, args, out: calls.append(module))
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-2)
+    model(batch(*SHAPE)).square().sum().backward()
+    opt.step()
+    before = hooks_of(model)
+    copies = [
+        copy.deepcopy(model),
+        copy.deepcopy({"best": [model]})["best"][0],
+        AveragedModel(model).module,
+        copy.deepcopy(copy.deepcopy(model)),
+    ]
+    for each in copies:
+        assert hooks_of(each) == 1
+        calls.clear()
+        each(batch(*SHAPE))
+        assert calls == [each[2]]
+    assert hooks_of(model) == before
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Tanh())
+    kept = LocoProp(plain, variant="locoprop-m", lr=1e-2)
+    torch.jit.script(copy.deepcopy(plain))
+    torch.save(copy.deepcopy(plain), tmp_path / "best.pt")
+    code = (
+        "import sys, torch; sys.modules['torch_locoprop'] = None; "
+        f"torch.load({str(tmp_path / 'best.pt')!r}, weights_only=False)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert kept.summary()
+
+
+def test_a_deep_copy_of_model_and_optimizer_has_the_hooks_of_its_optimizer() -> None:
+    model = network()
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-2)
+    twin, other = copy.deepcopy((model, opt))
+    assert hooks_of(twin) == hooks_of(model)
+    twin(batch(*SHAPE)).square().sum().backward()
+    before = weights(twin)
+    other.step()
+    assert not torch.equal(before[0], weights(twin)[0])
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_traced_model_has_nothing_of_ours() -> None:
     model, x = network(), batch(*SHAPE)
@@ -101,7 +156,7 @@ def test_a_traced_model_has_nothing_of_ours() -> None:
 def test_a_model_is_scripted_before_the_optimizer_is_made_or_after_it_is_gone() -> None:
     model, x = network(), batch(*SHAPE)
     opt = LocoProp(model)
-    with pytest.raises(AttributeError, match="Delete the optimizer first"):
+    with pytest.raises(AttributeError, match="delete the optimizer first"):
         torch.jit.script(model)
     del opt
     gc.collect()

@@ -25,8 +25,8 @@ _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary
 class WeakHook:
     """A hook on a module or parameter that calls a method of :class:`~.hooks.ModelHooks`.
 
-    It holds its owner weakly. A copy of it, such as ``copy.deepcopy(model)`` makes, has no owner and
-    does nothing.
+    It holds its owner weakly. ``copy.deepcopy(model)`` makes a model without it. A model that was saved
+    whole has a copy of it that has no owner and does nothing.
 
     Args:
         owner: the object whose method is called.
@@ -64,9 +64,9 @@ class WeakHook:
     @property
     def __name__(self) -> str:  # read by torch.jit.script, which compiles hooks
         raise AttributeError(
-            "torch.jit.script cannot compile LocoProp's hooks. A model has them while its optimizer "
-            "exists, and a copy of the model made during that time keeps them. Delete the optimizer "
-            "first (and copy the model after that), or use torch.export or torch.jit.trace."
+            "torch.jit.script cannot compile LocoProp's hooks, which a model has while its optimizer "
+            "exists. Script a copy of the model, copy.deepcopy(model), delete the optimizer first, or "
+            "use torch.export or torch.jit.trace."
         )
 
     @property
@@ -76,6 +76,27 @@ class WeakHook:
 
     def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
         return WeakHook, ()
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> WeakHook:
+        """Return an inert hook, which is removed at the end of ``copy.deepcopy``."""
+        copy = memo.get(id(self._module()))  # of the module; its hooks are copied at this moment
+        if copy is not None:
+            memo.setdefault(_CLEANER, _Cleaner()).modules.append(copy)
+        return WeakHook()
+
+
+_CLEANER = "torch_locoprop cleaner"  # key in the memo of copy.deepcopy
+
+
+class _Cleaner:
+    """Removes inert hooks from copied modules once the memo of ``copy.deepcopy`` is deleted."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+    def __del__(self) -> None:
+        for module in self.modules:
+            remove_inert(module)
 
 
 def hook_for(owner: ModelHooks, method: str, module: nn.Module) -> WeakHook:
