@@ -186,9 +186,10 @@ def tables(comparison: Comparison, measures: Sequence[str] | None = None) -> str
         if measure == "time" and not comparison.timed:
             title += " (NOT RELIABLE: the machine was busy, measure again with --timed)"
         blocks += [f"{title}:", _losses(comparison, measure)]
-    blocks += ["Ours ahead, and the geometric mean of its loss relative to theirs:"]
-    blocks += [_scores(comparison, measures or comparison.measures())]
-    blocks += [line for line in [_behind(comparison)] if line]
+    if any(row.method == OURS for row in comparison.rows):
+        blocks += ["Ours ahead, and the geometric mean of its loss relative to theirs:"]
+        blocks += [_scores(comparison, measures or comparison.measures())]
+        blocks += [line for line in [_behind(comparison)] if line]
     errors = comparison.errors()
     return "\n\n".join(blocks + (["\n".join(["Errors:", *errors])] if errors else []))
 

@@ -162,7 +162,8 @@ def _write(options: argparse.Namespace, made: Comparison) -> None:
     content: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.defaults", *_public(sys.argv[1:])]),
         "date": time.strftime("%Y-%m-%d"),
-        "environment": environment(options.device),
+        "environment": {**environment(options.device), "threads": options.threads},
+        "processes": options.jobs,
         "code_of_ours": code_fingerprint(),
         "timed": made.timed,
         "note": options.note,
@@ -179,11 +180,14 @@ def _write(options: argparse.Namespace, made: Comparison) -> None:
 
 def _public(arguments: Sequence[str]) -> list[str]:
     """Return the arguments without folders of this machine."""
-    private = ("--data-dir", "--cache", "--published")
-    return [
-        "DATA" if before in private else argument
-        for before, argument in zip(["", *arguments], arguments, strict=False)
-    ]
+    shown = []
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if before in ("--data-dir", "--cache", "--published"):
+            argument = before.removeprefix("--").upper()
+        elif before in ("--out", "--figure"):
+            argument = Path(argument).name
+        shown.append(argument)
+    return shown
 
 
 def _scores(made: Comparison) -> dict[str, Any]:

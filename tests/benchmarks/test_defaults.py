@@ -420,5 +420,6 @@ def test_the_tasks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_folders_of_a_machine_are_not_written() -> None:
     given = ["run", "--data-dir", "/home/someone", "--jobs", "2", "--cache", "/tmp/x"]
-    shown = defaults._public(given)
-    assert shown == ["run", "--data-dir", "DATA", "--jobs", "2", "--cache", "DATA"]
+    shown = defaults._public([*given, "--out", "/tmp/out.json"])
+    expected = ["run", "--data-dir", "DATA-DIR", "--jobs", "2", "--cache", "CACHE"]
+    assert shown == [*expected, "--out", "out.json"]
