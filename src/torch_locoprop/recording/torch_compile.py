@@ -41,7 +41,8 @@ class CallSite:
     graph: CompiledGraph
 
 
-_call_sites: list[CallSite] = []
+_call_sites: dict[int, CallSite] = {}  # of living modules, by the number in the compiled graph
+_site_numbers = itertools.count()
 _graphs: weakref.WeakKeyDictionary[Any, CompiledGraph] = weakref.WeakKeyDictionary()  # by fake mode
 _call_numbers = itertools.count()
 
@@ -150,12 +151,14 @@ def as_python(function: Callable[..., Any], *args: Any) -> Any:
 
 @assume_constant_result  # type: ignore[untyped-decorator]
 def _new_call_site(key: str) -> int:
-    """Register a call site of the layer that a hook is on; return its index."""
+    """Register a call site of the layer that a hook is on, until the layer dies; return its number."""
     module = weak_hook.hooked_module(key)
     assert module is not None
     mark = Mark("a layer's output", is_layer=True)
-    _call_sites.append(CallSite(weakref.ref(module), mark, CompiledGraph()))
-    return len(_call_sites) - 1
+    number = next(_site_numbers)
+    alive = weakref.ref(module, lambda _: _call_sites.pop(number, None))
+    _call_sites[number] = CallSite(alive, mark, CompiledGraph())
+    return number
 
 
 def _search_from_input(context: ComptimeContext) -> None:
@@ -281,7 +284,8 @@ def _tap(out: Tensor, x: Tensor, site: int) -> tuple[Tensor, Tensor]:
 
     The input ``x`` is an argument so that it is saved for the backward pass.
     """
-    module = _call_sites[site].module()
+    called = _call_sites.get(site)
+    module = None if called is None else called.module()
     if module is not None:
         for hooks in weak_hook.watchers_of(module):
             hooks.before_compiled_layer(module)
@@ -293,9 +297,9 @@ def _tap(out: Tensor, x: Tensor, site: int) -> tuple[Tensor, Tensor]:
 )
 def _record(g: Tensor, x: Tensor, call: Tensor, site: int) -> Tensor:
     """Record the call with the gradient ``g`` of the layer's output; return ``g`` unchanged."""
-    called = _call_sites[site]
-    module = called.module()
-    if module is not None:
+    called = _call_sites.get(site)
+    module = None if called is None else called.module()
+    if called is not None and module is not None:
         for hooks in weak_hook.watchers_of(module):
             compiled_call = CompiledCall(called.mark, called.graph, int(call))
             hooks.record_compiled(module, x, g, compiled_call)
@@ -318,7 +322,8 @@ def _setup_context(
     _, x, site = inputs
     ctx.save_for_backward(x, output[1])
     ctx.site = site
-    ctx.metadata[transfer_detection.KEY] = _call_sites[site].mark
+    if site in _call_sites:
+        ctx.metadata[transfer_detection.KEY] = _call_sites[site].mark
 
 
 def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None, None]:

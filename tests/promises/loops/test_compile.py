@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from torch_locoprop import LocoProp
+from torch_locoprop.recording import torch_compile
 
 BACKENDS = ["eager", "aot_eager"]
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
@@ -475,6 +476,24 @@ def test_labels_are_drawn_by_hooks_that_break_the_graph() -> None:
 
 
 # Who listens
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_call_sites_of_deleted_models_are_forgotten(backend: str) -> None:
+    gc.collect()
+    before = len(torch_compile._call_sites)
+    for _ in range(3):
+        model = network()
+        opt = loco(model)
+        loss = torch.compile(model, backend=backend)(data()[0]).sum()
+        loss.backward(retain_graph=True)
+        opt.step()
+        assert len(torch_compile._call_sites) == before + 3
+        torch.compiler.reset()
+        del model, opt
+        gc.collect()
+        assert len(torch_compile._call_sites) == before
+        loss.backward()  # of a model that is gone: nothing to record
 
 
 def test_two_optimizers_share_a_compiled_model() -> None:
