@@ -50,10 +50,10 @@ BASELINES = {
     for row in (
         Row("adam()", "Adam()", "adam", _rates(1e-3)),
         Row("adamw()", "AdamW()", "adamw", _rates(1e-3)),
-        Row("adam", "Adam, best of 4", "adam", _rates(1e-3, 2e-3, 5e-3, 1e-2)),
-        Row("adamw", "AdamW, best of 4", "adamw", _rates(1e-3, 2e-3, 5e-3, 1e-2)),
-        Row("muon", "Muon, best of 4", "muon", _rates(2.5e-3, 5e-3, 1e-2, 2e-2)),
-        Row("soap", "SOAP, best of 4", "soap", _rates(2.5e-3, 5e-3, 1e-2, 2e-2)),
+        Row("adam", "best Adam", "adam", _rates(1e-3, 2e-3, 5e-3, 1e-2)),
+        Row("adamw", "best AdamW", "adamw", _rates(1e-3, 2e-3, 5e-3, 1e-2)),
+        Row("muon", "best Muon", "muon", _rates(2.5e-3, 5e-3, 1e-2, 2e-2)),
+        Row("soap", "best SOAP", "soap", _rates(2.5e-3, 5e-3, 1e-2, 2e-2)),
     )
 }
 """The methods that ours is compared with. Adam() and AdamW() are one of the four rates of the next."""

@@ -55,13 +55,14 @@ def shares(losses: list[list[float]], method: int) -> tuple[list[float], list[fl
 
 
 def draw(comparison: Comparison) -> Figure:
-    """Return a profile for equal steps, and one for equal time if there are times."""
-    measures = [measure for measure in comparison.measures() if measure != "test"]
+    """Return a profile for equal steps, and one for equal time if times count."""
+    measures = ["steps", *(["time"] if comparison.timed and comparison.has_adam else [])]
+    count = len(comparison.seeds)
     figure = style.new_figure(
         5.2 * len(measures),
         4.6,
         "No settings against tuned rates",
-        f"{len(comparison.tasks)} small tasks, constant rates, {len(comparison.seeds)} seed(s)",
+        f"{len(comparison.tasks)} small tasks, constant rates, {count} seed{'s' * (count > 1)}",
     )
     panels = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
     for measure, axes in zip(measures, panels, strict=True):
@@ -69,8 +70,6 @@ def draw(comparison: Comparison) -> Figure:
         style.finish(axes, TITLES[measure])
     panels[0].set_ylabel("share of the tasks within τ")
     panels[-1].legend(loc="lower right", fontsize=8, frameon=False)
-    if "time" in measures and not comparison.timed:
-        style.add_footer(figure, ["The machine was busy: times, on the right, are not reliable."])
     return figure
 
 

@@ -87,10 +87,14 @@ class Comparison:
         """True if all times were measured on an idle machine."""
         return all(result.timed for result in self.results)
 
+    @property
+    def has_adam(self) -> bool:
+        """True if there are results of Adam(), whose end is the time at which losses are compared."""
+        return any(self._get(task, "adam", ADAM) for task in self.tasks)
+
     def measures(self) -> list[str]:
         """Return the keys of `MEASURES` that there are numbers for."""
-        adam = any(self._get(task, "adam", ADAM) for task in self.tasks)
-        return ["steps", "test", "time"] if adam else ["steps", "test"]
+        return ["steps", "test", "time"] if self.has_adam else ["steps", "test"]
 
     def cell(self, task: str, row: Row, measure: str) -> Cell:
         """Return the result of a row in a task."""
@@ -237,7 +241,7 @@ def _behind(comparison: Comparison) -> str:
         for other in (row for row in comparison.rows if row.method != OURS):
             names = score(comparison, mine, other, "steps").behind
             if names:
-                lines.append(f"{mine.label} behind {other.label}: {', '.join(names)}")
+                lines.append(f"- {mine.label} behind {other.label}: {', '.join(names)}")
     return "\n".join(lines)
 
 

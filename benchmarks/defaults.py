@@ -6,6 +6,7 @@
     python -m benchmarks.defaults run --timed --threads 2                # times too, on an idle machine
     python -m benchmarks.defaults run --device cuda --tasks all large --timed           # on a GPU
     python -m benchmarks.defaults show benchmarks/results/defaults-cpu.json --figure profile.png
+    python -m benchmarks.defaults show FILE --page docs/results-defaults.md    # tables into the page
 
 Methods: ours, `Adam()` and `AdamW()` with their defaults, and Adam, AdamW, Muon and SOAP at the best of
 four rates each (`default_methods`). The rate is constant. The training loss is the mean over the last
@@ -42,6 +43,9 @@ from torch_locoprop.study.machine import environment
 
 PUBLISHED = Path(__file__).parent / "results" / "defaults-cpu.json"
 
+MARKS = ("<!-- tables -->", "<!-- end of tables -->")
+"""What stands before and after the tables in a page."""
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
@@ -56,6 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     _add_run_options(run)
     show = commands.add_parser("show", help="print the tables of a file")
     show.add_argument("file", type=Path)
+    show.add_argument("--page", type=Path, help="replace the tables in this Markdown file")
     add_options(show, "figure")
     options = parser.parse_args(arguments)
     if options.command == "tasks":
@@ -67,10 +72,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as error:
         parser.error(str(error))
     print(tables(made))
+    if options.command == "show" and options.page is not None:
+        options.page.write_text(with_tables(options.page.read_text(), made))
     if options.figure is not None:
         from benchmarks import default_profile  # needs matplotlib
 
         default_profile.save(made, options.figure)
+
+
+def with_tables(page: str, made: Comparison) -> str:
+    """Return the text of a page with the tables between its two marks; times only if they count.
+
+    Raises:
+        ValueError: If the page does not have the marks.
+    """
+    before, start, rest = page.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not end:
+        raise ValueError(f"The page has no marks {MARKS[0]} and {MARKS[1]} for the tables.")
+    shown = [measure for measure in made.measures() if measure != "time" or made.timed]
+    return f"{before}{start}\n\n{tables(made, shown)}\n\n{end}{after}"
 
 
 def _add_run_options(run: argparse.ArgumentParser) -> None:

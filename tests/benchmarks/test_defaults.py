@@ -20,6 +20,7 @@ from benchmarks.plain_soap import SOAP
 from torch_locoprop import LocoProp
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
 
+ROOT = Path(__file__).parents[2]
 ADAM = {"lr": 1e-3}
 
 
@@ -365,6 +366,14 @@ def test_the_profile_by_hand() -> None:
     assert default_profile.shares(losses, 1) == ([1.0, 1.0, 2.0], [0.25, 0.5, 0.75])
 
 
+def test_the_figure_has_a_panel_of_times_only_if_they_count() -> None:
+    panels = default_profile.draw(comparison()).axes
+    assert [axes.get_title("left") for axes in panels] == list(default_profile.TITLES.values())
+    assert len(default_profile.draw(comparison(timed=False)).axes) == 1
+    labels = [line.get_label() for line in panels[0].lines]
+    assert labels == ["LocoProp(model)", "Adam()"]
+
+
 # ---- the command --------------------------------------------------------------------------------
 
 
@@ -400,6 +409,22 @@ def test_a_run_writes_what_its_tables_are_made_of(
     defaults.main(["show", str(path), "--figure", str(picture)])
     assert printed.endswith(capsys.readouterr().out)
     assert picture.stat().st_size > 10_000
+
+
+def test_the_page_has_the_tables_of_the_committed_file() -> None:
+    page = (ROOT / "docs" / "results-defaults.md").read_text()
+    assert defaults.with_tables(page, defaults._read(defaults.PUBLISHED)) == page
+
+
+def test_tables_go_between_the_marks_of_a_page() -> None:
+    start, end = defaults.MARKS
+    page = defaults.with_tables(f"before\n{start} old {end}\nafter\n", comparison(timed=False))
+    assert page.startswith(f"before\n{start}\n\nTraining loss at equal steps:")
+    assert page.endswith(f"{end}\nafter\n")
+    assert " old " not in page
+    assert "Adam() ends" not in page  # times that do not count
+    with pytest.raises(ValueError, match="no marks"):
+        defaults.with_tables(f"{start} without an end", comparison())
 
 
 def test_wrong_usage_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
