@@ -26,7 +26,6 @@ from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, with_guar
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
-from torch_locoprop.recording.row_reduction import without_autocast
 from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
 from torch_locoprop.reporting.summary import summary_of
@@ -159,7 +158,7 @@ class LocoProp(LayerOptimizer):
             return loss
         if not any(layer.calls for layer in trained):
             check_recorded(trained)
-        with without_autocast(self._layers[0].given[0].device):
+        with self._layers[0].in_own_precision():
             steps = self._set_targets(trained)
             factors = {} if self._outer is None else self._outer.factors(self._groups_with_rates())
             directions = self._iterate_locally(steps, trained)

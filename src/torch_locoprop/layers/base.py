@@ -94,6 +94,8 @@ class LayerKind(Protocol):
 Factory = Callable[[Any], LayerKind]
 F = TypeVar("F", bound=Factory)
 
+FORWARDS = frozenset({"forward", "_conv_forward"})  # functions that decide what a layer computes
+
 _FACTORIES: dict[str, Factory] = {}  # by the full name of the module's class
 
 
@@ -168,8 +170,7 @@ def own_forward(module: nn.Module, *known: Any, method: str = "forward") -> str 
 
 def is_patched(module: nn.Module) -> bool:
     """Return True if a function was put on the module itself that replaces its class's forward."""
-    own = vars(module)
-    return "forward" in own or "_conv_forward" in own
+    return not FORWARDS.isdisjoint(vars(module))
 
 
 def unusual_tensors(module: nn.Module) -> str | None:

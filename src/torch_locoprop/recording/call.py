@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.paper.gram import Gram
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.transfer_detection import Mark
+from torch_locoprop.recording.node_marks import Mark
 
 
 @dataclass(eq=False)

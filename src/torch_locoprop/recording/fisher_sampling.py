@@ -16,7 +16,7 @@ from torch_locoprop.paper.tensors import seeded
 from torch_locoprop.paper.transfers import Linear, Transfer
 from torch_locoprop.recording import transfer_detection
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.recording.transfer_detection import MODEL_OUTPUT, Mark
+from torch_locoprop.recording.node_marks import MODEL_OUTPUT, Mark
 
 
 class LayerOutput(NamedTuple):

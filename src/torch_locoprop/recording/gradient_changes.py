@@ -1,7 +1,6 @@
 """What other code does to a layer's ``p.grad`` after a backward pass: scale it, or set it to zero.
 
-A layer's record compares the gradients with what it remembers of them here. What follows from a
-change for the recorded calls is decided in ``layer_record.py``.
+What follows from a change for the recorded calls is decided in ``layer_record.py``.
 """
 
 from __future__ import annotations
@@ -14,28 +13,20 @@ from torch import Tensor, nn
 
 from torch_locoprop.paper.tensors import holds
 
+# Memory and version of each gradient, except sparse ones. A weak reference to the tensor itself would
+# keep torch.utils.swap_tensors from changing its dtype.
+Versions = list[tuple[weakref.ref[torch.UntypedStorage], int]]
 
-class GradientChanges:
-    """The gradients of some parameters as a backward pass left them, to detect later changes."""
+
+class GradientNorms:
+    """The norms of some parameters' gradients as a backward pass left them, to detect their scaling."""
 
     def __init__(self) -> None:
-        # Memory and version of each gradient. A weak reference to the tensor itself would keep
-        # torch.utils.swap_tensors from changing its dtype.
-        self._versions: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
-        self._norms: dict[nn.Parameter, Tensor] = {}
+        self.known: dict[nn.Parameter, Tensor] = {}
 
     def remember(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember which tensors the gradients are, and their versions; sparse ones are not known."""
-        gradients = (p.grad for p in parameters if p.grad is not None)
-        self._versions = [
-            (weakref.ref(g.untyped_storage()), g._version)
-            for g in gradients
-            if g.layout == torch.strided
-        ]
-
-    def remember_norms(self, parameters: Iterable[nn.Parameter]) -> None:
         """Remember the norms of the gradients."""
-        self._norms = {
+        self.known = {
             p: torch.linalg.vector_norm(
                 p.grad, dtype=torch.promote_types(p.grad.dtype, torch.float32)
             )
@@ -53,24 +44,30 @@ class GradientChanges:
         Returns:
             A scalar on the device, without a host sync; None if no norm was remembered.
         """
-        then = self._norms
-        self.remember_norms(parameters)
-        now = self._norms
+        then = self.known
+        self.remember(parameters)
+        now = self.known
         both = [p for p in now if p in then]
         if not both:
             return None
         before, after = (torch.stack([norms[p] for p in both]).norm() for norms in (then, now))
         return torch.where(before > 0, after / before, torch.ones_like(after))
 
-    def were_zeroed(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return True if all gradients are None, or were set to zero since they were remembered."""
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if not gradients:
-            return True
-        known = [(ref(), version) for ref, version in self._versions]
-        if len(gradients) == len(known) and all(
-            g.layout == torch.strided and g.untyped_storage() is before and g._version == then
-            for g, (before, then) in zip(gradients, known, strict=True)
-        ):
-            return False
-        return not any(holds(g.any(), unknown=True) for g in gradients)
+
+def were_zeroed(parameters: Iterable[nn.Parameter], left: Versions) -> bool:
+    """Return True if all gradients are None, or were set to zero since a backward pass left them.
+
+    Args:
+        parameters: the parameters.
+        left: their gradients as the pass left them.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if not gradients:
+        return True
+    known = [(ref(), version) for ref, version in left]
+    if len(gradients) == len(known) and all(
+        g.layout == torch.strided and g.untyped_storage() is before and g._version == then
+        for g, (before, then) in zip(gradients, known, strict=True)
+    ):
+        return False
+    return not any(holds(g.any(), unknown=True) for g in gradients)

@@ -17,20 +17,20 @@ from dataclasses import is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 
 from torch_locoprop.distributed.ddp import averaging_processes
-from torch_locoprop.fast import dispatch
+from torch_locoprop.fast.dispatch import overlap, streams
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording import backward_pass, transfer_detection
+from torch_locoprop.recording import backward_pass, node_marks, transfer_detection
 from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
 from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_inspection import sums_terms
+from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.transfer_assignment import NESTED
-from torch_locoprop.recording.transfer_detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.weak_hook import (
     WeakHook,
     hook_for,
@@ -129,13 +129,17 @@ class ModelHooks:
             The layer's output, if another autograd node has to take its place; otherwise None.
         """
         kind = self._watched.get(module)
-        self.processes = averaging_processes() or self.processes
+        if distributed.is_available() and distributed.is_initialized():
+            self.processes = averaging_processes() or self.processes
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
         layer = self.layers.get(module)
         if layer is not None and (not layer.is_intact or layer.notice_new_forward()):
             layer = None  # called with other parameters, or to compute something else
-        inputs = call_inputs(kind.arguments, args, kwargs)
+        if len(kind.arguments) == 1 and args and isinstance(args[0], Tensor):
+            inputs = [args[0]]
+        else:
+            inputs = call_inputs(kind.arguments, args, kwargs)
         if self.tracing:
             for tensor in inputs:
                 self._search(tensor, LAYER_INPUT)
@@ -143,16 +147,16 @@ class ModelHooks:
         searching = self.tracing or (layer is not None and not layer.decided)
         plain = _without_view(out) if searching else out
         if layer is not None:
-            x = joined_inputs(inputs)
-            overlaps = dispatch.overlap.can_overlap(layer, x, out)
+            x = inputs[0] if len(inputs) == 1 else joined_inputs(inputs)
+            overlaps = streams.overlapping and overlap.can_overlap(layer, x, out)
             if overlaps:
-                plain = dispatch.overlap.output(layer, x, out)
+                plain = overlap.output(layer, x, out)
         assert plain.grad_fn is not None
-        node = transfer_detection.matmul_node(plain.grad_fn)
-        mark = transfer_detection.mark_layer(node)
+        node = node_marks.matmul_node(plain.grad_fn)
+        mark = node_marks.mark_layer(node)
         if layer is not None and layer.trained:
             self._watch_gradients(layer)
-            recomputed = backward_pass.is_running()
+            recomputed = backward_pass.current_pass() != -1
             self.tracing |= not layer.decided  # a layer that was unfrozen since the last step
             searched = self.tracing and not recomputed
             call = _forward_call(layer, x, out, mark, searched=searched, recomputed=recomputed)
@@ -215,7 +219,7 @@ class ModelHooks:
             # Copies: a compiled graph may reuse the memory of x and g in its next run.
             kept = None if layer.needs.isdisjoint({"g", "v"}) else g.clone()
             # With the eager backend the running node is the layer's own, not that of the graph.
-            mark = transfer_detection.running_mark()
+            mark = node_marks.running_mark()
             mark = None if mark is call.mark else mark
             recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call, graph_mark=mark)
             layer.record(recorded, backward_pass.current_pass())
@@ -247,10 +251,8 @@ class ModelHooks:
             call = call._replace(g=g)
         pending.recorded = True
         layer.record(call, backward_pass.current_pass())
-        if (
-            not backward_pass.retains_graph()
-        ):  # no other pass can follow, but the loss may be kept for long
-            pending.release()
+        if not backward_pass.retains_graph():
+            pending.release()  # no other pass can follow, but the loss may be kept for long
 
     def after_gradient(self, parameter: nn.Parameter) -> None:
         """Commit the calls of the backward pass that has added to a parameter's gradient."""

@@ -6,7 +6,9 @@ The hooks that make the record are in ``hooks.py``. How the rows of a call are r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,16 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.distributed.ddp import LayerFacts, SharedFacts
-from torch_locoprop.fast import dispatch
+from torch_locoprop.fast.dispatch import streams
 from torch_locoprop.layers import LayerKind
-from torch_locoprop.layers.base import is_patched
+from torch_locoprop.layers.base import FORWARDS
 from torch_locoprop.paper.gram import RowUse
 from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import row_reduction, transfer_detection
 from torch_locoprop.recording.backward_pass import at_end
 from torch_locoprop.recording.call import Call
-from torch_locoprop.recording.gradient_changes import GradientChanges
+from torch_locoprop.recording.gradient_changes import GradientNorms, Versions, were_zeroed
 from torch_locoprop.recording.transfer_detection import Finding
 
 REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
@@ -78,7 +80,8 @@ class LayerRecord:
     _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
-    _changes: GradientChanges = field(default_factory=GradientChanges)  # since the last commit
+    _left: Versions = field(default_factory=list)  # gradients as the last commit found them
+    _norms: GradientNorms = field(default_factory=GradientNorms)  # of these, if needed
 
     def __post_init__(self) -> None:
         self._forward = type(self.module).forward
@@ -134,7 +137,8 @@ class LayerRecord:
             call: the call.
             backward_pass: the id of the pass.
         """
-        dispatch.streams.leave_gradient_stream()  # the layer's own backward pass may enter one again
+        if streams.overlapping:
+            streams.leave_gradient_stream()  # the layer's own backward pass may enter one again
         if backward_pass not in self._pending:
             self._pending[backward_pass] = []
             at_end(partial(self._drop_uncommitted, backward_pass))
@@ -161,8 +165,7 @@ class LayerRecord:
         for call in pending:
             place = places.setdefault(call.identity, len(self.calls))
             if place == len(self.calls):
-                with dispatch.streams.on_gradient_stream(call.x):
-                    kept = row_reduction.condensed(self, call)
+                kept = self._condensed(call)
                 self.calls.append(kept.with_own_input() if self.copies else kept)
                 continue
             first = self.calls[place]
@@ -170,9 +173,27 @@ class LayerRecord:
             self.calls[place] = first.with_gradients_of(same)
         if len(self.calls) > 1:
             self.drop_outputs()
-        self._changes.remember(self.trained)
-        self.remember_gradient_norms()
-        self.ready = dispatch.streams.ready_event()
+        gradients = [p.grad for p in self.given if p.requires_grad and p.grad is not None]
+        self._left = [
+            (weakref.ref(g.untyped_storage()), g._version)
+            for g in gradients
+            if g.layout == torch.strided
+        ]
+        if self._norms.known or not self.needs.isdisjoint({"g", "v"}):
+            self.remember_gradient_norms()
+        self.ready = streams.ready_event() if streams.overlapping else None
+
+    def _condensed(self, call: Call) -> Call:
+        """Return a new call with what the next step needs of it: all of it, or fewer rows."""
+        tensors = self.tensors
+        own = [p for p in self.given if p.requires_grad or p.grad is not None]
+        use = self.row_use([name for name, p in tensors.items() if any(p is q for q in own)])
+        if use is None and self.max_rows is None:
+            return call
+        if not streams.overlapping:
+            return row_reduction.condensed(self, call, use)
+        with streams.on_gradient_stream(call.x):
+            return row_reduction.condensed(self, call, use)
 
     def _drop_uncommitted(self, backward_pass: int) -> None:
         """Drop what a finished pass recorded without adding to a gradient."""
@@ -200,13 +221,12 @@ class LayerRecord:
 
     def remember_gradient_norms(self) -> None:
         """Remember the norms of the gradients as they are now: after a pass, or DDP's averaging."""
-        self._changes.remember_norms(self._scaling_parameters)
+        self._norms.remember(self._scaling_parameters)
 
     def condense(self) -> None:
         """Reduce the rows of calls that were recorded before the layer's transfer was known."""
         self.calls[:] = [
-            call if call.gram is not None else row_reduction.condensed(self, call)
-            for call in self.calls
+            call if call.gram is not None else self._condensed(call) for call in self.calls
         ]
 
     def row_use(self, moved: Iterable[str]) -> RowUse | None:
@@ -240,7 +260,7 @@ class LayerRecord:
 
     def rescale_row_gradients(self) -> None:
         """Scale the recorded gradients of rows as ``p.grad`` was scaled since the last pass."""
-        factor = self._changes.factor(self._scaling_parameters)
+        factor = self._norms.factor(self._scaling_parameters)
         if factor is not None:
             self.calls[:] = [call.scaled(factor) for call in self.calls]
 
@@ -254,14 +274,15 @@ class LayerRecord:
 
         A pass replaces the record if the gradients are None, or were set to zero since the last pass.
         """
-        return not self.calls or self._changes.were_zeroed(self.trained)
+        return not self.calls or were_zeroed(self.trained, self._left)
 
     def notice_new_forward(self) -> bool:
         """Return True if the module's forward was replaced since this record was made.
 
         The layer then takes BackProp steps: what the new forward computes is not known.
         """
-        replaced = type(self.module).forward is not self._forward or is_patched(self.module)
+        patched = not FORWARDS.isdisjoint(vars(self.module))
+        replaced = patched or type(self.module).forward is not self._forward
         if replaced:
             self.obstacle = REPLACED
         return replaced
@@ -283,7 +304,8 @@ class LayerRecord:
             what: "skipped", "gated" or "capped".
             happened: a boolean scalar; a tensor without a value counts nothing.
         """
-        if not has_values(happened):
+        plain = type(happened) is Tensor and not happened.is_meta
+        if not plain and not has_values(happened):
             return
         known = self.counts.get(what, 0)
         if not isinstance(known, Tensor) or known.device != happened.device:
@@ -300,6 +322,13 @@ class LayerRecord:
         for what in {*self.counts, *counts}:
             known, count = self.counts.get(what), counts.get(what, 0)
             self.counts[what] = known.fill_(count) if isinstance(known, Tensor) else count
+
+    def in_own_precision(self) -> AbstractContextManager[object]:
+        """Return a context that computes in the precision of the weights, even inside autocast."""
+        device = self.given[0].device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.autocast(device, enabled=False)
+        return nullcontext()
 
     def clear(self) -> None:
         """Drop everything that was recorded since the last step."""

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.transfer_detection import (
+from torch_locoprop.recording.node_marks import (
     KEY,
     MODEL_OUTPUT,
     is_transparent,

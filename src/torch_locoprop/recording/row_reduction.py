@@ -5,7 +5,6 @@ What a step needs is decided in ``stepping/requirements.py``.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,21 +44,22 @@ def gram_is_better(use: RowUse, x: Tensor, like: Tensor, rows: int) -> bool:
     return use.square or saves_work(rows, d, n, use.gradients)
 
 
-def condensed(layer: LayerRecord, call: Call) -> Call:
+def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
     """Return the call with what the next step needs of it.
 
     That is no rows, XᵀX where :func:`gram_is_better`, or the rows, at most ``max_rows`` of them.
+
+    Args:
+        layer: the record of the layer.
+        call: one of its calls.
+        use: what the step needs of the rows; None: possibly all of them.
     """
-    tensors = layer.tensors
-    own = {id(p) for p in layer.given if p.requires_grad or p.grad is not None}
-    moved = [name for name, p in tensors.items() if id(p) in own]
-    use = layer.row_use(moved)
     no_rows = use is not None and not use.is_any
     if call.sampled is not None or not no_rows:
         call = _subsampled(layer, call)
     if use is None or call.x.numel() == 0:
         return call
-    like = tensors["weight"].detach()
+    like = layer.tensors["weight"].detach()
     if no_rows:
         gram = Gram.unknown(like, layer.rows_of(call))
         call = call._replace(x=gram.total, gram=gram, version=None)
@@ -69,14 +69,15 @@ def condensed(layer: LayerRecord, call: Call) -> Call:
     matrix = layer.kind.matrix("weight", like)
     if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):
         return call
-    with without_autocast(like.device):
+    with layer.in_own_precision():
         gram = gram_of_call(layer, call, use.dtype(like))
     return call._replace(x=call.x.new_empty(0), gram=gram, version=None, a=None)
 
 
 def gram_of_call(layer: LayerRecord, call: Call, dtype: torch.dtype) -> Gram:
     """Return XᵀX of a call's rows; if rows were dropped, an estimate of it from the kept rows."""
-    blocks = layer.kind.linear_map.row_blocks(layer.collected([call]))
+    linear_map, x = layer.kind.linear_map, layer.collected([call])
+    blocks = [x] if linear_map.holds_rows else linear_map.row_blocks(x)
     first, *rest = (dispatch.gram(block.to(dtype), apart=True) for block in blocks)
     of_kept = sum(rest, first)
     if call.kept is None:
@@ -112,15 +113,6 @@ def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
         weight = layer.tensors["weight"]
         parts.append(weight.new_full((rows, 1), of_each * samples / kept))
     return torch.cat(parts)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context that computes in the precision of the weights, even inside autocast."""
-    if not torch.amp.is_autocast_available(device.type):
-        return nullcontext()
-    if not torch.is_autocast_enabled(device.type):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _subsampled(layer: LayerRecord, call: Call) -> Call:

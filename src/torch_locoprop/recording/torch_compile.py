@@ -26,10 +26,10 @@ from torch.nn import functional
 
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
-from torch_locoprop.recording import transfer_detection, weak_hook
+from torch_locoprop.recording import node_marks, transfer_detection, weak_hook
 from torch_locoprop.recording.call import CompiledCall, CompiledGraph
+from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.transfer_assignment import NESTED
-from torch_locoprop.recording.transfer_detection import LAYER_INPUT, MODEL_OUTPUT, Mark
 
 
 @dataclass(eq=False)
@@ -185,7 +185,7 @@ def _note_nested(context: ComptimeContext) -> None:
 
 
 def _mark_output(context: ComptimeContext) -> None:
-    transfer_detection.mark_layer(transfer_detection.matmul_node(_fake(context, "out").grad_fn))
+    node_marks.mark_layer(node_marks.matmul_node(_fake(context, "out").grad_fn))
 
 
 def _note_call_site(context: ComptimeContext) -> None:
@@ -323,7 +323,7 @@ def _setup_context(
     ctx.save_for_backward(x, output[1])
     ctx.site = site
     if site in _call_sites:
-        ctx.metadata[transfer_detection.KEY] = _call_sites[site].mark
+        ctx.metadata[node_marks.KEY] = _call_sites[site].mark
 
 
 def _backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor, None, None]:

@@ -5,15 +5,14 @@ layer, from the model's output and, if it is known, from the loss. Each operatio
 consumer of its inputs. If a layer's output has one consumer and that is a known activation, this is the
 layer's transfer. A layer that feeds another layer directly is linear.
 
-A :class:`Mark` in the ``metadata`` of each autograd node keeps the findings as long as the autograd
-graph exists. Which transfer a layer gets in the end, after the user's settings, is decided in
-``transfer_assignment.py``.
+Marks on the autograd nodes (``node_marks.py``) keep the findings. Which transfer a layer gets in the
+end, after the user's settings, is decided in ``transfer_assignment.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -22,27 +21,14 @@ from torch.autograd.graph import Node
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.backward_pass import running_node
-
-KEY = "torch_locoprop"
-
-
-@dataclass(eq=False)
-class Mark:
-    """What the search has found out about one autograd node."""
-
-    operation: str  # a description for notes
-    transfer: Transfer | None = None  # the transfer that the node computes
-    consumers: list[Mark] = field(default_factory=list)  # operations that use the node's output
-    width: int = 0  # the size of the output's last dimension
-    has_parameters: bool = False  # a parameter enters the operation
-    inside_loss: bool = False  # the operation is a part of one of PyTorch's losses
-    is_layer: bool = False  # the node computes a layer's pre-activation
-    gradient: Tensor | None = None  # ∂L/∂(output of this node), if it is recorded
-
-
-LAYER_INPUT = Mark("a layer")
-MODEL_OUTPUT = Mark("the model's output")
+from torch_locoprop.recording.node_marks import (
+    KEY,
+    LAYER_INPUT,
+    MODEL_OUTPUT,
+    Mark,
+    is_transparent,
+    node_notes,
+)
 
 
 @dataclass(frozen=True)
@@ -55,15 +41,6 @@ class Finding:
     consumer: Mark | None = None  # the operation that computes the transfer
     inside_loss: bool = False  # the model returns this pre-activation: the transfer is in the loss
 
-
-# Nodes that only reshape, copy or convert their input and keep the order of its elements.
-_TRANSPARENT = {
-    f"{name}Backward{i}"
-    for name in (
-        *("View", "UnsafeView", "ReshapeAlias", "Alias", "Squeeze", "Unsqueeze", "ToCopy", "Clone"),
-    )
-    for i in range(5)
-}
 
 _ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
     "TanhBackward0": lambda node: transfers.Tanh(),
@@ -97,38 +74,6 @@ _SOFTPLUS_THRESHOLD = 20  # PyTorch's default
 
 _COMPILED = "followed by CompiledFunction"
 _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBackward0"}
-
-
-def matmul_node(node: Node) -> Node:
-    """Return the node that computes a layer's pre-activation, before any reshapes of its output."""
-    while is_transparent(node) and node.next_functions[0][0] is not None:
-        node = node.next_functions[0][0]
-    return node
-
-
-def is_transparent(node: Node) -> bool:
-    """Return True if a node keeps its input's elements: a reshape or copy, or a module's hook."""
-    name = node.name()
-    hooked = name == "BackwardHookFunctionBackward" and len(node.next_functions) == 1
-    return name in _TRANSPARENT or hooked
-
-
-def mark_layer(node: Node) -> Mark:
-    """Return the mark of the node of a layer's pre-activation, where every search ends.
-
-    Two optimizers on one model share the mark.
-    """
-    notes = node_notes(node)
-    mark = notes.get(KEY)
-    if mark is None or not mark.is_layer:
-        notes[KEY] = mark = Mark("a layer's output", is_layer=True)
-    return mark
-
-
-def running_mark() -> Mark | None:
-    """Return the mark of the autograd node whose backward is running; None if it has none."""
-    node = running_node()
-    return None if node is None else node_notes(node).get(KEY)
 
 
 def trace(
@@ -251,12 +196,6 @@ def _shape(node: Any) -> list[int]:
     """Return the shape of a node's output; empty for nested tensors or if it is not known."""
     known = node._input_metadata
     return list(known[0].shape) if known and not known[0].is_nested_tensor else []
-
-
-def node_notes(node: Any) -> dict[str, Mark]:
-    """Return the marks in a node's metadata (PyTorch's stubs declare this property as a method)."""
-    notes: dict[str, Mark] = node.metadata
-    return notes
 
 
 def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
