@@ -37,7 +37,6 @@ from typing import Any
 
 import torch
 
-from benchmarks import matrix_population
 from benchmarks.equal_budgets_table import table
 from benchmarks.equal_budgets_trials import (
     FOLDER,
@@ -53,7 +52,7 @@ from benchmarks.equal_budgets_trials import (
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.machine import environment
-from torch_locoprop.study.training import population_run
+from torch_locoprop.study.training import matrix_population, population_run
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Metrics
 

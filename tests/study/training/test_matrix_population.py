@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks.matrix_population import train_together
-from benchmarks.matrix_updates import Passes, Soap
 from torch_locoprop.study import methods
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.matrix_population import train_together
+from torch_locoprop.study.training.matrix_updates import Passes, Soap
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import run
 

@@ -28,7 +28,7 @@ def inverse(matrix: Tensor) -> Tensor:
 
 def inverse_fourth_root(matrix: Tensor, eps: Tensor) -> Tensor:
     """Return ``(M + eps λ_max I)^(−1/4)``."""
-    return inverse_root(matrix, 4, eps)
+    return inverse_root(matrix, 4, eps)  # type: ignore[arg-type]  # one number for each member
 
 
 def eigenbasis(matrix: Tensor) -> Tensor:
@@ -38,7 +38,8 @@ def eigenbasis(matrix: Tensor) -> Tensor:
 
 def q(matrix: Tensor) -> Tensor:
     """Return the orthogonal factor of a QR decomposition."""
-    return torch.linalg.qr(matrix)[0]
+    factor: Tensor = torch.linalg.qr(matrix)[0]
+    return factor
 
 
 class _Streams(threading.local):
@@ -47,7 +48,7 @@ class _Streams(threading.local):
     every: ClassVar[list[torch.cuda.Stream]] = []
 
     def __init__(self) -> None:
-        self.own = torch.cuda.Stream()
+        self.own = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.every.append(self.own)
 
 
@@ -87,7 +88,9 @@ def _on_streams(
     tasks = [
         (place, parts)
         for result, each in zip(results, arguments, strict=True)
-        for place, *parts in zip(result.split(CHUNK), *(t.split(CHUNK) for t in each), strict=True)
+        for place, *parts in zip(
+            torch.split(result, CHUNK), *(torch.split(t, CHUNK) for t in each), strict=True
+        )
     ]
     tasks.sort(key=lambda task: -task[0].shape[-1])  # the longest first
     list(pool.map(lambda task: work(task[0], tuple(task[1])), tasks))

@@ -3,7 +3,7 @@
 Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, inputs
 ``[K, rows, n]``, settings ``[K]``. Each update repeats, member by member, the arithmetic of the
 optimizer that the study builds for the method (`torch_locoprop.study.methods`); the tests compare the
-two. The training loop is in `benchmarks.matrix_population`.
+two. The training loop is in `torch_locoprop.study.training.matrix_population`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from benchmarks.factorisations import eigenbasis, in_threads, inverse, inverse_fourth_root, q
 from torch_locoprop.baselines.kfac import EARLY, damped_factors
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.study.machine import matmul_precision
+from torch_locoprop.study.training.factorisations import (
+    eigenbasis,
+    in_threads,
+    inverse,
+    inverse_fourth_root,
+    q,
+)
 
 Tensors = dict[str, Tensor]
 
@@ -110,7 +116,10 @@ class ExactSMuon(Muon):
                 state["gram"] = torch.lerp(square, old, along(self.numbers["decay"], old))
             if self.steps % self.every == 0:
                 damping = along(self.numbers["damping"], self.states[0]["gram"])
-                systems = [(damped(state["gram"], damping),) for state in self.states]
+                systems = [
+                    (damped(state["gram"], damping),)  # type: ignore[arg-type]  # one for each member
+                    for state in self.states
+                ]
                 for state, found in zip(self.states, in_threads(inverse, systems), strict=True):
                     state["inverse"] = torch.where(
                         all_finite(found), found, state.get("inverse", found)
@@ -264,7 +273,11 @@ class KFac(Update):
         factors = [
             (factor,)
             for state in self.states
-            for factor in damped_factors(state["inputs"], state["gradients"], damping)
+            for factor in damped_factors(
+                state["inputs"],
+                state["gradients"],
+                damping,  # type: ignore[arg-type]  # one for each member
+            )
         ]
         inverses = iter(in_threads(inverse, factors))
         for state in self.states:
@@ -290,7 +303,8 @@ def along(number: Tensor, like: Tensor) -> Tensor:
 
 def length(tensor: Tensor) -> Tensor:
     """Return the Frobenius norm of each member's matrix, ``[K, 1, 1]``."""
-    return torch.linalg.vector_norm(tensor, dim=(-2, -1), keepdim=True)
+    norm: Tensor = torch.linalg.vector_norm(tensor, dim=(-2, -1), keepdim=True)
+    return norm
 
 
 def all_finite(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Train K configurations of Muon, SOAP, K-FAC, Shampoo or exact-s-muon together.
 
-    from benchmarks.matrix_population import train_together
+    from torch_locoprop.study.training.config import RunConfig
+    from torch_locoprop.study.training.matrix_population import train_together
 
     metrics = train_together([RunConfig("muon", {"lr": lr}) for lr in (1e-3, 3e-3)])
 
@@ -21,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
-from benchmarks.matrix_updates import UPDATES, Passes, Tensors
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.machine import (
@@ -33,6 +33,7 @@ from torch_locoprop.study.machine import (
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import schedules
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.matrix_updates import UPDATES, Passes, Tensors
 from torch_locoprop.study.training.population_run import transfers_of
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
