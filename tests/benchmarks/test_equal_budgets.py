@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from benchmarks import equal_budgets
-from benchmarks.equal_budgets_table import table
-from benchmarks.equal_budgets_trials import position, read_results, read_trials, space_of
 from torch_locoprop.study.data import datasets
+from torch_locoprop.study.equal_budgets import workers
+from torch_locoprop.study.equal_budgets.task_study import METHODS as ALL
+from torch_locoprop.study.equal_budgets.trial_table import table
+from torch_locoprop.study.equal_budgets.trials import position, read_results, read_trials, space_of
 
 METHODS = ["muon", "kfac@10", "rmsprop", "locoprop-s"]
 TINY = ["--device", "cpu", "--model", "784-6-3", "--epochs", "2", "--limit", "1200"]
@@ -20,8 +22,9 @@ def curves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generated images instead of downloaded ones, in this process instead of others."""
     images = datasets.some_curves(1200, 100)
     monkeypatch.setattr(datasets, "load", lambda name, **_: images)
-    monkeypatch.setattr(equal_budgets.multiprocessing, "get_context", lambda _: _Context)
-    monkeypatch.setattr(equal_budgets, "wait", lambda sentinels, timeout: None)
+    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda _: _Context)
+    monkeypatch.setattr(workers, "wait", lambda sentinels, timeout: None)
+    monkeypatch.setattr(workers.signal, "signal", lambda number, handler: None)
 
 
 class _InThisProcess:
@@ -72,7 +75,7 @@ def test_the_committed_trials_are_those_that_are_drawn(tmp_path: Path) -> None:
     }
     first = [t for t in committed["trials"] if t["trial"] < 12 and t["seed"] == 0]
     assert first == again["trials"]
-    assert len(first) == 12 * len(equal_budgets.METHODS)
+    assert len(first) == 12 * len(ALL)
 
 
 def test_settings_are_spread_over_the_space(tmp_path: Path) -> None:
@@ -149,7 +152,7 @@ def test_a_population_that_fails_does_not_stop_the_others(
     content["task"]["dataset"] = "curves"
     (tmp_path / "trials.json").write_text(json.dumps(content))
     arguments = ["--folder", str(tmp_path), *TINY, "--methods", "kfac@10", "rmsprop"]
-    monkeypatch.setattr(equal_budgets.matrix_population, "train_together", None)
+    monkeypatch.setattr(workers.matrix_population, "train_together", None)
     with pytest.raises(SystemExit, match="1 of 2 populations failed"):
         equal_budgets.main(["run", *arguments])
     assert "kfac@10: failed" in capsys.readouterr().out

@@ -12,7 +12,8 @@ PACKAGE = "torch_locoprop.study"
 SHARED = "the modules beside the packages"
 ORDER = (
     SHARED,
-    *("data", "models", "methods", "training", "tuning", "figures", "report", "demo", "cli"),
+    *("data", "models", "methods", "training", "tuning", "figures", "equal_budgets"),
+    *("report", "demo", "cli"),
 )
 ROOT = Path(study.__file__).parent
 

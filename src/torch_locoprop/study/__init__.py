@@ -8,6 +8,7 @@ Each package imports only those before it in this list:
 - ``training``: one run, and populations of runs.
 - ``tuning``: the search for settings.
 - ``figures``: the figures of the paper.
+- ``equal_budgets``: the protocol in which every method has the same number of trials.
 - ``report``: an HTML page over many runs.
 - ``demo``: a comparison of four methods in about a minute.
 - ``cli``: the command ``locoprop``.

@@ -51,6 +51,47 @@ def write(path: Path, content: str | bytes) -> None:
     replace(path, lambda file: file.write(data))
 
 
+def append_line(path: Path, line: str) -> None:
+    """Append a line to a file, which several processes may do at a time, and create the file.
+
+    A half-written last line, which a kill or a full disk may have left, is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab"):  # create the file
+        pass
+    try:
+        with open(path, "rb+", buffering=0) as file:
+            lock(file, wait=True)
+            cut_off_half_a_line(file)
+            file.seek(0, os.SEEK_END)
+            write_all(file, f"{line}\n".encode())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_all(file: IO[bytes], content: bytes) -> None:
+    """Write all bytes to an unbuffered file, and to the disk.
+
+    An almost full disk writes a part before it fails.
+    """
+    rest = memoryview(content)
+    while rest:
+        rest = rest[file.write(rest) :]
+    os.fsync(file.fileno())
+
+
+def cut_off_half_a_line(file: IO[bytes]) -> None:
+    """Remove an incomplete last line from an open file."""
+    size = end = file.seek(0, os.SEEK_END)
+    while end > 0:
+        file.seek(end - 1)
+        if file.read(1) == b"\n":
+            break
+        end -= 1
+    if end < size:
+        file.truncate(end)
+
+
 def lock(file: IO[Any], *, wait: bool) -> bool:
     """Lock an open file until it is closed, or until the process ends.
 

@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from optuna.storages.journal import BaseJournalBackend
 
-from torch_locoprop.study.atomic_files import lock
+from torch_locoprop.study.atomic_files import cut_off_half_a_line, lock, write_all
 from torch_locoprop.study.training.description import RunError
 
 
@@ -59,10 +59,7 @@ class JournalFile(BaseJournalBackend):
         try:
             with self._open() as file:
                 file.seek(0, os.SEEK_END)
-                rest = memoryview(text.encode())
-                while rest:  # an almost full disk writes a part before it fails
-                    rest = rest[file.write(rest) :]
-                os.fsync(file.fileno())
+                write_all(file, text.encode())
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error
 
@@ -73,17 +70,5 @@ class JournalFile(BaseJournalBackend):
             pass
         with open(self._path, "rb+", buffering=0) as file:
             lock(file, wait=True)
-            _cut_off_half_a_line(file)
+            cut_off_half_a_line(file)
             yield file
-
-
-def _cut_off_half_a_line(file: IO[bytes]) -> None:
-    """Remove an incomplete last entry, which a kill or a full disk may leave."""
-    size = end = file.seek(0, os.SEEK_END)
-    while end > 0:
-        file.seek(end - 1)
-        if file.read(1) == b"\n":
-            break
-        end -= 1
-    if end < size:
-        file.truncate(end)

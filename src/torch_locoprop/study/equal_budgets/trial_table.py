@@ -1,4 +1,4 @@
-"""The outcome of `benchmarks.equal_budgets` as a table in Markdown."""
+"""All trials of equal budgets on one task as a table in Markdown, one row for each method."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.equal_budgets_trials import best_of, position, space_of
+from torch_locoprop.study.equal_budgets.trials import best_of, is_search, position, space_of
 from torch_locoprop.study.methods.search_space import Span
 
 EDGE = 0.05
@@ -27,7 +27,7 @@ HEAD = (
 
 def table(content: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> str:
     """Return a row for every method with a trial that came to its end, the best first."""
-    ended = {line["method"] for line in results if line["seed"] == 0 and not line["diverged"]}
+    ended = {line["method"] for line in results if is_search(line) and not line["diverged"]}
     methods = [method for method in content["spaces"] if method in ended]
     methods.sort(key=lambda method: best_of(results, method)["train_loss"])
     rows = [_row(content, results, method) for method in methods]
@@ -51,7 +51,7 @@ def _row(
 ) -> list[str]:
     best = best_of(results, method)
     own = [line for line in results if line["method"] == method]
-    search = [line for line in own if line["seed"] == 0]
+    search = [line for line in own if is_search(line)]
     losses = [float("inf") if line["diverged"] else line["train_loss"] for line in search]
     middle = median(losses)
     seeds = [line["train_loss"] for line in own if line["trial"] == best["trial"]]
