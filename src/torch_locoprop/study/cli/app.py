@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from torch_locoprop import __version__
-from torch_locoprop.study.cli import exit_codes, figure, options, train, tune
+from torch_locoprop.study.cli import exit_codes, figure, options, study, train, tune
 from torch_locoprop.study.cli.compare import compare
 from torch_locoprop.study.cli.datasets import datasets_command
 from torch_locoprop.study.cli.methods import methods_command
@@ -49,6 +49,7 @@ def _all(
 app.command(help=train.HELP, epilog=options.METHODS)(train.train)
 app.command(epilog=options.METHODS)(compare)
 app.command(help=tune.HELP, epilog=options.METHODS)(tune.tune)
+app.command("study", help=study.HELP)(study.study_command)
 app.command("methods")(methods_command)
 app.command("datasets")(datasets_command)
 app.command(help=figure.HELP)(figure.figure)

@@ -12,6 +12,7 @@ import typer
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
+from torch_locoprop.study.equal_budgets.study import TASKS as TASK_NAMES
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import config, schedules
@@ -30,6 +31,7 @@ SCHEDULES = _one_of(schedules.NAMES)
 PRECISIONS = _one_of(config.PRECISIONS)
 DEVICES = _one_of(config.DEVICES)
 FIGURES = _one_of(("all", *catalog.NAMES))
+TASKS = _one_of(TASK_NAMES)
 
 
 def method_names(incomplete: str) -> list[str]:
