@@ -55,6 +55,7 @@ class PerTensor(torch.optim.Optimizer):
     """
 
     positive: ClassVar[tuple[str, ...]] = ()  # settings that must be greater than zero
+    takes_sparse: ClassVar[bool] = False  # True if gradients may be sparse tensors
     capturable: ClassVar[bool] = False  # True if a CUDA graph can replay all steps but the first
 
     def __init__(self, params: ParamsT, **defaults: Any) -> None:
@@ -80,6 +81,12 @@ class PerTensor(torch.optim.Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
+        if any(parameter.is_complex() for parameter in self.param_groups[-1]["params"]):
+            del self.param_groups[-1]
+            raise ValueError(
+                f"{type(self).__name__} has no formula for complex parameters. Give it real ones, such "
+                "as torch.view_as_real makes."
+            )
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -103,8 +110,14 @@ class PerTensor(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.move(parameter, parameter.grad, group)
+                if parameter.grad is None:
+                    continue
+                if parameter.grad.layout != torch.strided and not self.takes_sparse:
+                    raise RuntimeError(
+                        f"{type(self).__name__} does not support sparse gradients. Make the layer with "
+                        "sparse=False, or give its parameters to torch.optim.SparseAdam."
+                    )
+                self.move(parameter, parameter.grad, group)
         return loss
 
     def move(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:

@@ -59,6 +59,7 @@ class SGD(_Plain):
     """
 
     solver = first_order.Sgd()
+    takes_sparse = True
 
     def __init__(
         self,
@@ -81,6 +82,7 @@ class Momentum(_Plain):
     """
 
     solver: ClassVar[FirstOrder] = first_order.Momentum()
+    takes_sparse = True
 
     def __init__(
         self,
@@ -104,6 +106,7 @@ class Nesterov(Momentum):
     """
 
     solver = first_order.Nesterov()
+    takes_sparse = False
 
 
 class Adagrad(_Plain):

@@ -94,7 +94,7 @@ class Shampoo(PerTensor):
         kept: Tensors = {"step": state.get("step", none) + 1}
         steps = int(kept["step"].item())
         direction = None
-        if gradient.dim() >= 2:
+        if gradient.dim() >= 2 and gradient.numel() > 0:
             direction = self._preconditioned(gradient, state, kept, group, steps)
         if direction is None or group["grafting"] is not None:
             step = self._simpler_step(gradient, state, kept, group, steps)
