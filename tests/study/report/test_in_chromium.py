@@ -39,7 +39,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
-    """Two seeds of one method, others that are worse, unfinished and diverged, and another task."""
+    """Two seeds of one method, others that are worse, interrupted and diverged, and another task."""
     top = tmp_path_factory.mktemp("runs")
     elsewhere = {**MACHINE, "machine": EVIL}
     timed = [80.0, 70.0, 60.0]
@@ -75,7 +75,7 @@ def written(runs: dict[str, RunFolder]) -> Path:
 def shown(browser: Any, written: Path) -> Iterator[Any]:
     """The open page; at the end, nothing was asked of a network and nothing went wrong in it."""
     context = browser.new_context(viewport={"width": 1400, "height": 900})
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(60_000)
     requests, troubles = [], []
     context.route(
         lambda url: not url.startswith(("file:", "data:", "blob:")),
@@ -136,7 +136,7 @@ def test_what_is_read_first(shown: Any) -> None:
     summary = shown.locator("#summary").inner_text()
     assert summary.startswith("locoprop-m has the lowest train loss after 3 epochs: 10.50, 25.0 %")
     assert (
-        "1 of 6 runs unfinished. 1 of 6 runs diverged." in shown.locator("#cautions").inner_text()
+        "1 of 6 runs interrupted. 1 of 6 runs diverged." in shown.locator("#cautions").inner_text()
     )
     box = shown.locator("#plot").bounding_box()
     assert box["y"] + box["height"] < 900, "the curves are above the fold"
@@ -164,15 +164,49 @@ def test_curves_are_those_of_the_files(shown: Any, runs: dict[str, RunFolder]) -
     assert lines == [[row.test_loss for row in runs[name].metrics()] for name in ("m0", "m1")]
 
 
-def test_a_hover_reads_all_series(shown: Any) -> None:
+def legend(shown: Any) -> list[tuple[str, ...]]:
+    """The texts of each entry of the legend."""
+    return [tuple(text.split("\n")) for text in shown.locator("#legend .entry").all_inner_texts()]
+
+
+def test_a_hover_reads_all_series_in_the_legend_by_value(shown: Any) -> None:
     box = shown.locator("#plot .nsewdrag").first.bounding_box()
+    at_first = legend(shown)
+    shown.mouse.move(box["x"] + 0.33 * box["width"], box["y"] + box["height"] / 2)
+    shown.locator("#legend .title", has_text="train loss at epoch 1").wait_for()
+    assert legend(shown) == [
+        ("kfac@3", "30.00"),
+        ("locoprop-m", "40.00 to 44.00, 2 of 2 seeds", "42.00"),
+        ("adam", "50.00"),
+        ("rmsprop", "60.00"),
+        ("sgd", "9000.00"),
+    ]
     shown.mouse.move(box["x"] + 0.98 * box["width"], box["y"] + box["height"] / 2)
-    label = shown.locator("#plot .hoverlayer .legend")
-    label.wait_for()
-    text = label.text_content()
-    assert text.startswith("epoch 3")
-    assert "locoprop-m : 10.50 (10.00 to 11.00, 2 of 2 seeds)" in text
-    assert "adam : 19.00" in text
+    shown.locator("#legend .title", has_text="at epoch 3").wait_for()
+    ends = legend(shown)
+    assert [row[0] for row in ends] == ["locoprop-m", "kfac@3", "adam", "rmsprop", "sgd"]
+    assert [row[-1] for row in ends] == ["10.50", "14.00", "19.00", "–", "–"]
+    shown.mouse.move(5, 5)
+    shown.locator("#legend .title", has_text="final train loss").wait_for()
+    assert legend(shown) == at_first
+
+
+def test_a_hover_by_seconds_reads_the_last_epoch_within_them(shown: Any) -> None:
+    press(shown, "By seconds")
+    box = shown.locator("#plot .nsewdrag").first.bounding_box()
+    shown.mouse.move(box["x"] + 0.85 * box["width"], box["y"] + box["height"] / 2)
+    shown.locator("#legend .title", has_text="train loss after 0.2").wait_for()
+    assert [row[-1] for row in legend(shown)] == ["13.00", "15.00", "20.00", "60.00", "9000.00"]
+
+
+def test_nothing_covers_the_plot_under_the_pointer(shown: Any) -> None:
+    box = shown.locator("#plot .nsewdrag").first.bounding_box()
+    shown.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + box["height"] / 2)
+    shown.locator("#legend .title", has_text="at epoch").wait_for()
+    assert shown.locator("#plot .hoverlayer text").count() == 0
+    assert shown.locator("#plot .hoverlayer .spikeline").count() > 0, "where it points is drawn"
+    side = shown.locator("#legend").bounding_box()
+    assert side["x"] >= box["x"] + box["width"]
 
 
 def test_the_band_spans_the_seeds(shown: Any, runs: dict[str, RunFolder]) -> None:
@@ -299,7 +333,10 @@ def test_the_ranking_sorts(shown: Any) -> None:
 
     assert rows() == names
     assert column(shown, "place") == ["1", "2", "3", "–", "–"]
-    assert column(shown, "method")[3:] == ["rmsprop at epoch 1 of 3", "sgd diverged in epoch 1"]
+    assert column(shown, "method")[3:] == [
+        "rmsprop interrupted at epoch 1 of 3",
+        "sgd diverged in epoch 1",
+    ]
     assert column(shown, "train")[:3] == ["10.50\n10.00 to 11.00", "14.00", "19.00"]
     assert column(shown, "test")[4] == "–"
     test = shown.get_by_role("button", name="test loss")
@@ -367,12 +404,14 @@ def test_pictures_are_drawn_sharp(shown: Any) -> None:
         "original",
         "locoprop-m",
         "adam",
+        "sgd",
     ]
     images = shown.evaluate(
         "[...document.querySelectorAll('#gallery img')]"
         ".map(i => [i.naturalWidth, i.naturalHeight, getComputedStyle(i).imageRendering])"
     )
     assert images == [[4, 4, "pixelated"]] * 12
+    assert rows.nth(3).locator(".strip").inner_text() == "diverged in epoch 1"
     assert "kfac@3: no checkpoint.pt." in shown.locator("#missing").inner_text()
 
 
@@ -381,10 +420,7 @@ def test_tasks_are_apart_and_text_stays_text(shown: Any) -> None:
     assert EVIL in environments
     assert "2.9" in environments
     shown.locator("#tasks button", has_text="relu").click()
-    assert (
-        shown.locator("#tasks button[aria-pressed='true']").inner_text()
-        == "curves (made for tests) · 16-6-2 · relu"
-    )
+    assert shown.locator("#tasks button[aria-pressed='true']").inner_text() == "relu · 1 epoch"
     assert column(shown, "train") == ["8.00", "9.00"]
     assert column(shown, "method")[1] == EVIL
     assert shown.locator("#legend .name").all_inner_texts() == ["adam", EVIL]

@@ -173,6 +173,24 @@ def test_images_that_no_folder_has_are_not_asked_for(tmp_path: Path) -> None:
     )
 
 
+def test_a_diverged_run_says_so_instead_of_black_images(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0, 3.0], checkpoint=True)
+    files = made(tmp_path / "b", [9.0, 1e9], "sgd", epochs=2, diverged=True, checkpoint=True)
+    checkpoint = files.checkpoint()
+    assert checkpoint
+    black = {name: torch.full_like(each, 1e9) for name, each in checkpoint.model.items()}
+    files.write_checkpoint(replace(checkpoint, model=black))
+    found = gallery(tasks_in(tmp_path)[0], 2, None)
+    assert [row[0] for row in found.rows] == ["original", "adam", "sgd"]
+    assert found.rows[2][2:] == ("diverged in epoch 1", [])
+    assert not found.missing
+    lost = made(tmp_path / "c", [9.0, 4.0, 5.0], "rmsprop", checkpoint=True)
+    broken = {name: torch.full_like(each, torch.nan) for name, each in checkpoint.model.items()}
+    lost.write_checkpoint(replace(checkpoint, model=broken))
+    found = gallery(tasks_in(tmp_path)[0], 2, None)
+    assert found.missing == ("rmsprop: its reconstructions are not finite.",)
+
+
 def test_a_broken_checkpoint_costs_one_row(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0], checkpoint=True)
     made(tmp_path / "b", [9.0, 5.0], "sgd", checkpoint=True)

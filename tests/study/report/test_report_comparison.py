@@ -210,12 +210,84 @@ def test_only_what_finished_has_a_place(tmp_path: Path) -> None:
     (task,) = tasks_in(tmp_path)
     assert [series.method for series in task.series] == ["adam", "sgd", "kfac", "rmsprop"]
     assert [series.method for series in task.placed] == ["adam"]
-    remarks = ["", "at epoch 1 of 2", "1 of 2 diverged", "diverged in epoch 1"]
+    remarks = ["", "interrupted at epoch 1 of 2", "1 of 2 runs diverged", "diverged in epoch 1"]
     assert [series.remark for series in task.series] == remarks
     kfac = task.series[2]
     assert kfac.last(LOSSES["train"]) == (4.0, 4.0, 4.0, 1)
     assert kfac.curve(LOSSES["train"])[1] == (7.0, 7.0, 7.0, 1)
-    assert comparison.cautions(task) == ["1 of 5 runs unfinished.", "2 of 5 runs diverged."]
+    assert comparison.cautions(task) == ["1 of 5 runs interrupted.", "2 of 5 runs diverged."]
+
+
+def test_finished_runs_are_ranked_beside_interrupted_ones(tmp_path: Path) -> None:
+    """Three finished and two interrupted runs of one configuration and seed."""
+    for index, end in enumerate((5.0, 5.5, 6.0)):
+        made(tmp_path / f"done{index}", [9.0, 6.0, end])
+    for index in range(2):
+        made(tmp_path / f"cut{index}", [9.0, 1.0], epochs=2)
+    made(tmp_path / "other", [9.0, 8.0, 7.0], "sgd")
+    (task,) = tasks_in(tmp_path)
+    adam, sgd = page.ranking(task)
+    assert [adam["place"], sgd["place"]] == [1, 2]
+    assert adam["seeds"] == [0]
+    assert adam["train"] == {"mean": 5.0, "low": 5.0, "high": 5.0, "number": 1}
+    assert adam["remark"] == "2 of 5 runs interrupted"
+    assert comparison.summary(task).startswith(
+        "adam has the lowest train loss after 2 epochs: 5.00"
+    )
+    curve = task.series[0].curve(LOSSES["train"])
+    assert [point.mean for point in curve if point] == [9.0, 6.0, 5.0]
+    assert comparison.cautions(task) == [
+        "The best two have one seed each.",
+        "2 of 6 runs interrupted.",
+        "2 runs repeat the seed of another; the first of them counts.",
+    ]
+
+
+def test_an_interrupted_seed_does_not_enter_the_mean(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 6.0, 4.0])
+    made(tmp_path / "b", [9.0, 8.0, 6.0], seed=1)
+    made(tmp_path / "c", [9.0, 1.0], seed=2, epochs=2)
+    (task,) = tasks_in(tmp_path)
+    (row,) = page.ranking(task)
+    assert row["seeds"] == [0, 1]
+    assert row["place"] == 1
+    assert task.series[0].curve(LOSSES["train"])[1] == (7.0, 6.0, 8.0, 2)
+
+
+def test_of_interrupted_runs_of_a_seed_the_longest_counts(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 6.0], epochs=5)
+    made(tmp_path / "b", [9.0, 6.0, 4.0], epochs=5)
+    (task,) = tasks_in(tmp_path)
+    (row,) = page.ranking(task)
+    assert (row["place"], row["seeds"], row["train"]["mean"]) == (None, [0], 4.0)
+    assert row["remark"] == "2 of 2 runs interrupted"
+    assert comparison.summary(task) == "No run has finished yet."
+
+
+def test_tabs_have_only_what_differs(tmp_path: Path) -> None:
+    for index in range(2):
+        made(tmp_path / f"usual{index}", [9.0, 3.0], seed=index)
+    others = [
+        {"transfer": "relu"},
+        {"model": "16-3"},
+        {"batch_size": 6},
+        {"model": "16-3", "transfer": "relu"},
+    ]
+    for index, config in enumerate(others):
+        made(tmp_path / f"{index}", [9.0, 3.0], **config)
+    tasks = tasks_in(tmp_path)
+    assert comparison.tabs(tasks) == [
+        *("16-6-2 · tanh", "relu", "16-3", "batches of 6", "16-3 · relu")
+    ]
+    assert comparison.tabs(tasks[:1]) == ["curves · 16-6-2 · tanh"]
+    assert comparison.tabs([]) == []
+    files = made(tmp_path / "data", [9.0, 1.0])
+    description = files.description()
+    description["data"]["fingerprint"] = "another"
+    files.begin(description)
+    names = comparison.tabs(tasks_in(tmp_path))
+    assert names[-1] == "another"
+    assert len(set(names)) == len(names) == 6
 
 
 def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def report(
     """Write an HTML page over many runs: curves, ranking, reconstructions, environment.
 
     The page is a single file that needs no network. Runs are compared only with
-    runs of the same task; seeds of one configuration are one curve. Unfinished
+    runs of the same task; seeds of one configuration are one curve. Interrupted
     and diverged runs are marked. Seconds are those of timings that
     [bold]locoprop figure[/bold] made, if the folders have some, and otherwise
     those of the runs.

@@ -2,6 +2,6 @@
 
 ``runs`` reads folders, ``series`` groups the seeds of a configuration, ``clock`` finds timings,
 ``comparison`` groups comparable series, ``gallery`` draws reconstructions, and ``page`` writes the
-page. Its scripts are ``curves.js``, ``ranking.js`` and ``page.js``. Figures for print are in
-``torch_locoprop.study.figures``.
+page. Its scripts are ``curves.js``, ``ranking.js``, ``address.js`` and ``page.js``. Figures for print
+are in ``torch_locoprop.study.figures``.
 """

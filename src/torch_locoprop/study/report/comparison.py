@@ -17,11 +17,14 @@ from typing import Any
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures.timings import Clock
 from torch_locoprop.study.report.clock import clock_of
-from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
+from torch_locoprop.study.report.runs import DIVERGED, FINISHED, INTERRUPTED, Run
 from torch_locoprop.study.report.series import LOSSES, TASK, Series, Spread
 
 CLOCK = ("machine", "threads", "torch")
 """The entries of an environment that must be equal for seconds to be comparable."""
+
+MAIN = 3
+"""The first fields of a task name it: data set, model and transfer."""
 
 FAR_APART = 1.5
 """A ratio of final losses at different seeds above which one of the runs probably failed."""
@@ -70,7 +73,7 @@ class Task:
 
     @cached_property
     def placed(self) -> tuple[Series, ...]:
-        """The ranked series: those whose runs all finished."""
+        """The ranked series: those with a finished run and none that diverged."""
         return tuple(series for series in self.series if series.state == FINISHED)
 
     @cached_property
@@ -102,6 +105,47 @@ def tasks(runs: Iterable[Run], timings: Sequence[Run] = ()) -> list[Task]:
     return sorted(found, key=lambda task: -len(task.runs))
 
 
+def tabs(found: Sequence[Task]) -> list[str]:
+    """Return a short name of each task: what differs from the usual task, or the usual task itself.
+
+    The usual value of a field is that of most tasks. The source and the fingerprint of the data are
+    in a name only if it is not unique without them.
+    """
+    fields = [_fields(task) for task in found]
+    for number in range(len(TASK), len(fields[0]) + 1 if fields else 0):
+        names = _names([each[:number] for each in fields])
+        if len(set(names)) == len(names):
+            return names
+    return [f"{task.title} · {task.details}" for task in found]
+
+
+def _fields(task: Task) -> list[str]:
+    """Return the fields that distinguish tasks, as text."""
+    about = task.about
+    epochs = about["epochs"]
+    return [
+        *(str(about[name]) for name in ("dataset", "model", "transfer")),
+        f"batches of {about['batch_size']}",
+        "1 epoch" if epochs == 1 else f"{epochs} epochs",
+        str(about["data"].get("source", "of unknown origin")),
+        str(about["data"].get("fingerprint", "without a fingerprint")),
+    ]
+
+
+def _names(tasks: Sequence[Sequence[str]]) -> list[str]:
+    """Return what differs from the usual in each task; a task that is as usual has its main fields."""
+    columns = list(zip(*tasks, strict=True))
+    usual = [max(column, key=column.count) for column in columns]
+    varied = [len(set(column)) > 1 for column in columns]
+    names = []
+    for task in tasks:
+        own = [value for value, common in zip(task, usual, strict=True) if value != common]
+        some = [value for value, differs in zip(task, varied, strict=True) if differs]
+        main = [value for value, differs in zip(task[:MAIN], varied, strict=False) if differs]
+        names.append(" · ".join(own or main or some or task[:MAIN]))
+    return names
+
+
 def _task_key(run: Run) -> str:
     return json.dumps([*(run.config[name] for name in TASK), run.data.get("fingerprint")])
 
@@ -129,7 +173,7 @@ def _series(runs: Iterable[Run]) -> tuple[Series, ...]:
 
 
 def _rank(series: Series) -> tuple[int, float, str]:
-    order = (FINISHED, UNFINISHED, DIVERGED)
+    order = (FINISHED, INTERRUPTED, DIVERGED)
     return order.index(series.state), series.final, series.method
 
 
@@ -250,10 +294,14 @@ def cautions(task: Task) -> list[str]:
         end = _last(series, "train")
         if end.high > FAR_APART * end.low:
             found.append(f"Seeds of {series.label} end far apart: {end.low:.2f} to {end.high:.2f}.")
-    for state in (UNFINISHED, DIVERGED):
+    for state in (INTERRUPTED, DIVERGED):
         number = sum(run.state == state for run in task.runs)
         if number:
             found.append(f"{number} of {len(task.runs)} runs {state}.")
+    repeated = sum(series.repeated for series in task.series)
+    if repeated:
+        runs = "1 run repeats" if repeated == 1 else f"{repeated} runs repeat"
+        found.append(f"{runs} the seed of another; the first of them counts.")
     return found
 
 

@@ -4,6 +4,10 @@
 /** Lengths in pixels of the strokes and gaps of dashed lines, before any dots. */
 const STROKES = [10, 4, 20];
 const SHOWN_AT_FIRST = 16;
+/** A legend of more series than this has small rows. */
+const ROOMY = 13;
+/** The least contrast of a line with the page, as WCAG asks for graphics. */
+const CONTRAST = 3;
 /** The size in print is fixed, as a browser lays out a page for print after the last redraw. */
 const PRINTED = { autosize: false, width: 680, height: 380 };
 
@@ -12,12 +16,25 @@ function themed(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }
 
-/** Return the colour of a series, lighter on a dark page. */
+/** Return the red, green and blue of a colour #rrggbb. */
+function parts(colour) {
+  return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+}
+
+/** Return the relative luminance of WCAG. */
+function luminance(colour) {
+  const linear = colour.map((part) => part / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2];
+}
+
+/** Return the colour of a series, lighter on a dark page, until it can be seen there. */
 function inked(colour, opacity = 1) {
-  const light = Number(themed("--lighten"));
-  const parts = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
-  const mixed = parts.map((part) => Math.round(part + (255 - part) * light));
-  return `rgba(${mixed.join(",")},${opacity})`;
+  const paper = luminance(parts(themed("--paper")));
+  const mixed = (light) => parts(colour).map((part) => Math.round(part + (255 - part) * light));
+  let light = Number(themed("--lighten"));
+  const seen = () => (luminance(mixed(light)) + 0.05) / (paper + 0.05) >= CONTRAST;
+  while (light > 0 && light < 1 && !seen()) light = Math.min(1, light + 0.04);
+  return `rgba(${mixed(light).join(",")},${opacity})`;
 }
 
 /** Return the dashes of a series in the format of SVG; after all patterns, dots are added. */
@@ -54,7 +71,7 @@ function band(series, choice) {
   };
 }
 
-function line(series, x, y, width, notes) {
+function line(series, x, y, width) {
   return {
     x,
     y,
@@ -62,28 +79,31 @@ function line(series, x, y, width, notes) {
     line: { color: inked(series.colour), width, dash: dashes(series) },
     marker: { color: inked(series.colour), size: 8 },
     name: plain(series.label),
-    customdata: notes,
-    hovertemplate: "%{y:.2f}%{customdata}",
+    hoverinfo: "none", // the legend shows the losses under the pointer
   };
 }
 
 function meanLine(series, choice) {
-  const { mean, low, high, number } = series.curve[choice.loss];
-  const total = series.runs.length;
-  const notes = mean.map((value, index) =>
-    total === 1 || value === null
-      ? ""
-      : ` (${shown(low[index])} to ${shown(high[index])}, ${number[index]} of ${total} seeds)`,
-  );
   const x = abscissae(series, series.curve_seconds, choice);
-  return line(series, x, mean, 3, notes);
+  return line(series, x, series.curve[choice.loss].mean, 3);
+}
+
+/** Return the epoch or the seconds at which an event of plotly points. */
+function pointedAt(event, choice) {
+  return choice.x === "seconds" ? Math.max(0, event.xvals[0]) : event.points[0].x;
+}
+
+/** Return the spread of a series at an epoch, or after the last epoch within some seconds. */
+function lossAt(series, choice, where) {
+  const curve = series.curve[choice.loss];
+  const at = choice.x === "seconds" ? series.curve_seconds.findLastIndex((each) => each !== null && each <= where) : where;
+  return Object.fromEntries(Object.entries(curve).map(([name, values]) => [name, values[at] ?? null]));
 }
 
 function runLines(series, choice) {
   return series.runs.map((run) => {
     const x = choice.x === "seconds" ? run.seconds : run[choice.loss].map((_, epoch) => epoch);
-    const notes = x.map(() => ` (seed ${run.seed})`);
-    return line(series, x, run[choice.loss], 2, notes);
+    return line(series, x, run[choice.loss], 2);
   });
 }
 
@@ -98,8 +118,7 @@ function crosses(series, choice, top) {
     mode: "markers",
     marker: { symbol: "x", size: 11, color: inked(series.colour) },
     name: plain(series.label),
-    customdata: lasting.map((run) => `diverged in epoch ${run.epoch} (seed ${run.seed})`),
-    hovertemplate: "%{customdata}",
+    hoverinfo: "skip",
     cliponaxis: false,
   };
 }
@@ -163,14 +182,19 @@ function layout(task, choice, range, hidden) {
     xaxis: axis(choice.x === "seconds" ? "seconds of training" : "epoch", {
       range: [0, 1.01 * end],
       ...(choice.x !== "seconds" && end <= 8 ? { dtick: 1 } : {}), // no ticks at half epochs
-      unifiedhovertitle: { text: "epoch %{x}" },
+      showspikes: true,
+      spikemode: "across",
+      spikesnap: choice.x === "seconds" ? "cursor" : "hovered data",
+      spikethickness: 1,
+      spikedash: "dot",
+      spikecolor: themed("--soft"),
     }),
     yaxis: vertical(choice, range),
     font: { family: themed("--font"), size: 15, color: themed("--ink") },
-    hoverlabel: { namelength: -1, font: { family: themed("--font"), size: 13 }, bgcolor: themed("--paper") },
-    hovermode: choice.x === "seconds" ? "closest" : "x unified",
+    hovermode: "x",
+    hoverdistance: -1,
     paper_bgcolor: "rgba(0,0,0,0)",
-    plot_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: themed("--paper"), // of the edge of the line under the pointer too
     modebar: { bgcolor: "rgba(0,0,0,0)", color: themed("--faint"), activecolor: themed("--ink") },
     ...(matchMedia("print").matches ? PRINTED : { autosize: true }),
     showlegend: false,
@@ -182,7 +206,7 @@ function layout(task, choice, range, hidden) {
 function drawCurves(place, task, choice, hidden) {
   const range = verticalRange(task, choice, hidden);
   const traces = task.series.flatMap((series, at) => hidden.has(at) ? [] : [
-    ...(choice.runs === "mean" && series.runs.length > 1 ? [band(series, choice)] : []),
+    ...(choice.runs === "mean" && series.seeds.length > 1 ? [band(series, choice)] : []),
     ...(choice.runs === "mean" ? [meanLine(series, choice)] : runLines(series, choice)),
     ...(series.state === "diverged" ? [crosses(series, choice, range ? range[1] : Infinity)] : []),
   ].map((trace) => ({ ...trace, zorder: -at }))); // the best on top

@@ -17,7 +17,7 @@ from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.report.comparison import Task
-from torch_locoprop.study.report.runs import Run
+from torch_locoprop.study.report.runs import DIVERGED, Run
 from torch_locoprop.study.report.series import Series
 from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.run_folder import RunFolder
@@ -28,7 +28,8 @@ class Gallery:
     """Rows of images for one task.
 
     Args:
-        rows: The label, colour, note and images (PNG data URIs) of each row.
+        rows: The label, colour, note and images (PNG data URIs) of each row. A diverged run has no
+            images, and its note says so.
         missing: Why other rows are missing.
     """
 
@@ -60,23 +61,27 @@ def gallery(task: Task, images: int, data_dir: Path | None) -> Gallery:
     except (DatasetError, ValueError, OSError) as error:
         return Gallery((), (str(error),))
     rows = [("original", "", "", _tiles(originals))]
-    missing = []
+    missing: list[str] = []
     for series, run in zip(task.series, chosen, strict=True):
         try:
+            if series.state == DIVERGED and not series.counted:
+                last = max(each.last.epoch for each in series.runs)
+                rows.append((series.label, series.colour, f"diverged in epoch {last}", []))
+                continue
             if run is None:
                 raise RunError("no checkpoint.pt.")
             pictures, epoch = _reconstructed(run, originals)
         except (RunError, ValueError, RuntimeError) as error:
             missing.append(f"{series.label}: {error}")
         else:
-            note = f"seed {run.config['seed']}, epoch {epoch}"
+            note = f"seed {run.seed}, epoch {epoch}"
             rows.append((series.label, series.colour, note, _tiles(pictures)))
     return Gallery(tuple(rows), tuple(missing))
 
 
 def _with_checkpoint(series: Series) -> Run | None:
-    """Return the first run with a checkpoint, from the runs that count or else from all runs."""
-    runs = (*series.counted, *series.runs)
+    """Return the first run with a checkpoint that did not diverge; those that count come first."""
+    runs = (*series.counted, *(run for run in series.runs if run.state != DIVERGED))
     return next((run for run in runs if (run.folder / "checkpoint.pt").is_file()), None)
 
 
@@ -122,7 +127,10 @@ def _reconstructed(run: Run, originals: Tensor) -> tuple[Tensor, int]:
         raise RunError("checkpoint.pt was removed.")
     model = architectures.build(run.config["model"], run.config["transfer"])
     model.load_state_dict(checkpoint.model)
-    return torch.sigmoid(model(originals)), len(checkpoint.metrics) - 1
+    pictures = torch.sigmoid(model(originals))
+    if not pictures.isfinite().all():
+        raise RunError("its reconstructions are not finite.")
+    return pictures, len(checkpoint.metrics) - 1
 
 
 def _tiles(images: Tensor) -> list[str]:

@@ -1,4 +1,5 @@
 // The page: the task and the options that the reader chose, and the sections of the page.
+// The fragment of the address keeps these choices (address.js).
 "use strict";
 
 const report = JSON.parse(document.getElementById("data").textContent);
@@ -16,17 +17,19 @@ const CHOICES = [
 let task = report.tasks[0];
 let hidden = new Set();
 let view = null;
+/** The epoch or the seconds under the pointer, or null. */
+let pointed = null;
 
 /** A toggle button. */
 function pressable(text, pressed, press, more = {}) {
   return element("button", { type: "button", "aria-pressed": String(pressed), click: press, ...more }, text);
 }
 
-/** Replace the children of an element and keep the keyboard's focus. */
-function replaceKeepingFocus(place, children) {
+/** Replace the children of some elements and keep the keyboard's focus. */
+function replaceKeepingFocus(...replacements) {
   const key = document.activeElement?.dataset?.focus;
-  place.replaceChildren(...children);
-  if (key) place.querySelector(`[data-focus="${CSS.escape(key)}"]`)?.focus();
+  for (const [place, children] of replacements) place.replaceChildren(...children);
+  for (const [place] of key ? replacements : []) place.querySelector(`[data-focus="${CSS.escape(key)}"]`)?.focus();
 }
 
 function drawChoices() {
@@ -38,15 +41,35 @@ function drawChoices() {
     });
     return element("div", { class: "choice", role: "group", "aria-label": label }, ...buttons);
   });
-  replaceKeepingFocus(byId("choices"), groups);
+  replaceKeepingFocus([byId("choices"), groups]);
 }
 
 function legendValue(series) {
   return series.state === "finished" ? shown(series[choice.loss]?.mean) : series.remark;
 }
 
+/** Return the rows of the legend and of the series below it: by rank with final losses, or by the losses under the pointer. */
+function legendRows() {
+  const rows = task.series.map((series, at) => {
+    const seeds = series.seeds.length > 1 ? `${series.seeds.length} seeds` : "";
+    if (pointed === null) return { series, at, value: legendValue(series), note: seeds };
+    const { mean, low, high, number } = lossAt(series, choice, pointed);
+    const range = seeds && mean !== null ? `${shown(low)} to ${shown(high)}, ${number} of ${seeds}` : seeds;
+    return { series, at, value: shown(mean), note: range, mean };
+  });
+  if (pointed === null) return rows;
+  const order = (row) => (hidden.has(row.at) ? 2 : Number(row.mean === null));
+  return rows.sort((a, b) => order(a) - order(b) || a.mean - b.mean || a.at - b.at);
+}
+
+function legendTitle() {
+  if (pointed === null) return `final ${choice.loss} loss`;
+  const where = choice.x === "seconds" ? `after ${pointed.toPrecision(3)} seconds` : `at epoch ${pointed}`;
+  return `${choice.loss} loss ${where}`;
+}
+
 function drawLegend() {
-  const entries = task.series.map((series, at) => {
+  const entries = legendRows().map(({ series, at, value, note }) => {
     const toggle = () => {
       if (hidden.has(at)) hidden.delete(at);
       else hidden.add(at);
@@ -54,9 +77,9 @@ function drawLegend() {
     };
     const more = { class: "entry", "data-focus": `series ${at}`, "data-label": series.label };
     const button = pressable("", !hidden.has(at), toggle, more);
-    const seeds = series.seeds.length > 1 ? element("small", {}, `${series.seeds.length} seeds`) : "";
-    button.append(swatch(series), element("span", { class: "name" }, series.label, seeds),
-      element("span", { class: "value" }, legendValue(series)));
+    button.append(swatch(series),
+      element("span", { class: "name" }, series.label, note ? element("small", {}, note) : ""),
+      element("span", { class: "value" }, value));
     return button;
   });
   const all = new Set(task.series.keys());
@@ -64,8 +87,18 @@ function drawLegend() {
   const both = element("div", { class: "both" },
     element("button", { type: "button", "data-focus": "all", click: set(new Set()) }, "Show all"),
     element("button", { type: "button", "data-focus": "none", click: set(all) }, "Hide all"));
-  const title = element("div", { class: "title" }, `final ${choice.loss} loss`);
-  replaceKeepingFocus(byId("legend"), [title, ...entries, both]);
+  const title = element("div", { class: "title" }, legendTitle());
+  byId("curves").classList.toggle("many", task.series.length > ROOMY);
+  const beside = element("div", { class: "entries" }, ...entries.slice(0, SHOWN_AT_FIRST));
+  replaceKeepingFocus(
+    [byId("legend"), [title, beside, both]],
+    [byId("others"), entries.slice(SHOWN_AT_FIRST)]);
+}
+
+/** Show the losses under the pointer in the legend, so that nothing covers the plot. */
+function point(where) {
+  pointed = where;
+  drawLegend();
 }
 
 function drawNotes() {
@@ -82,20 +115,25 @@ function drawNotes() {
 }
 
 function drawAll() {
+  pointed = null;
   drawChoices();
   drawLegend();
   drawNotes();
+  remember();
   return drawCurves(byId("plot"), task, choice, hidden);
 }
 
 function drawTasks() {
   const place = byId("tasks");
   place.hidden = report.tasks.length < 2;
-  const alike = (each) => report.tasks.filter((other) => other.title === each.title).length > 1;
-  const name = (each) => (alike(each) ? `${each.title} · ${each.details}` : each.title);
   const buttons = report.tasks.map((each, at) =>
-    pressable(name(each), each === task, () => show(each), { "data-focus": `task ${at}`, title: each.details }));
-  replaceKeepingFocus(place, buttons);
+    pressable(each.tab, each === task, () => show(each), {
+      "data-focus": `task ${at}`, title: `${each.title} · ${each.details}`,
+    }));
+  replaceKeepingFocus([place, buttons]);
+  // On a narrow screen the tasks are one row that scrolls.
+  const chosen = place.querySelector("[aria-pressed=true]");
+  if (chosen) place.scrollLeft = chosen.offsetLeft - (place.clientWidth - chosen.offsetWidth) / 2;
 }
 
 function drawGallery() {
@@ -103,10 +141,12 @@ function drawGallery() {
   byId("reconstructions").hidden = !rows.length && !missing.length;
   byId("gallery").replaceChildren(...rows.map((row) => {
     const images = row.images.map((source) => element("img", { src: source, alt: "" }));
-    const note = row.note ? element("small", {}, row.note) : null;
+    const note = row.note && images.length ? element("small", {}, row.note) : null;
     const name = element("div", { class: "name" }, element("b", {}, row.label), note);
     if (row.colour) name.firstChild.style.color = inked(row.colour);
-    const strip = element("div", { class: "strip", role: "img", "aria-label": `${images.length} test images: ${row.label}` }, ...images);
+    const strip = images.length
+      ? element("div", { class: "strip", role: "img", "aria-label": `${images.length} test images: ${row.label}` }, ...images)
+      : element("div", { class: "strip none" }, row.note);
     return element("div", { class: "row" }, name, strip);
   }));
   byId("missing").replaceChildren(...(missing.length ? [
@@ -130,19 +170,31 @@ function drawEnvironments() {
 }
 
 function drawTable() {
-  drawRanking(byId("ranking"), task, view);
+  drawRanking(byId("ranking"), task, view, remember);
+  remember();
 }
 
-/** Show a task in its initial state. */
-function show(wanted) {
-  task = wanted;
-  hidden = new Set([...task.series.keys()].slice(SHOWN_AT_FIRST));
-  const best = task.series[0].train?.mean;
+/** Return the indices of the series that are hidden at first. */
+function hiddenAtFirst(wanted) {
+  return new Set([...wanted.series.keys()].slice(SHOWN_AT_FIRST));
+}
+
+/** Return the ranking's options of a task at first. */
+function firstView(wanted) {
+  const best = wanted.series[0].train?.mean;
   const level = best ? Number((1.05 * best).toPrecision(3)) : NaN;
-  view = { sort: "place", direction: 1, filter: "", level, columns: false, open: new Set() };
-  byId("filter").value = "";
-  byId("level").value = Number.isFinite(level) ? level : "";
-  for (const id of ["columns", "expand"]) byId(id).setAttribute("aria-pressed", "false");
+  return { sort: "place", direction: 1, filter: "", level, columns: false, open: new Set() };
+}
+
+/** Show a task in its initial state, or with these options. */
+function show(wanted, options = {}) {
+  task = wanted;
+  hidden = options.hidden ?? hiddenAtFirst(task);
+  view = options.view ?? firstView(task);
+  byId("filter").value = view.filter;
+  byId("level").value = Number.isFinite(view.level) ? view.level : "";
+  byId("columns").setAttribute("aria-pressed", String(view.columns));
+  byId("expand").setAttribute("aria-pressed", "false");
   byId("columns").hidden = !task.varied.length;
   byId("task").textContent = `${task.title} · ${task.details}`;
   byId("summary").textContent = task.summary;
@@ -177,7 +229,10 @@ function start() {
   byId("skipped").append(...report.skipped.map(({ folder, reason }) =>
     element("li", {}, element("code", {}, folder), ` ${reason}`)));
   document.querySelector("main").hidden = false;
-  show(task);
+  recall();
+  byId("plot").on("plotly_hover", (event) => point(pointedAt(event, choice)));
+  byId("plot").on("plotly_unhover", () => point(null));
+  addEventListener("hashchange", recall);
   for (const query of ["(prefers-color-scheme: dark)", "print"]) {
     matchMedia(query).addEventListener("change", () => { drawGallery(); drawTable(); drawAll(); });
   }

@@ -23,7 +23,7 @@ from torch_locoprop.study.report.gallery import Gallery
 from torch_locoprop.study.report.runs import Run, Skipped
 from torch_locoprop.study.report.series import LOSSES, Number, Series, Spread
 
-SCRIPTS = ("curves.js", "ranking.js", "page.js")
+SCRIPTS = ("curves.js", "ranking.js", "address.js", "page.js")
 
 
 def plotly() -> str:
@@ -56,8 +56,8 @@ def page(
     content = {
         "version": __version__,
         "tasks": [
-            {**_task(task), "gallery": pictures.to_dict()}
-            for task, pictures in zip(tasks, galleries, strict=True)
+            {**_task(task), "tab": tab, "gallery": pictures.to_dict()}
+            for task, tab, pictures in zip(tasks, comparison.tabs(tasks), galleries, strict=True)
         ],
         "skipped": [{"folder": str(folder), "reason": why} for folder, why in skipped],
     }
@@ -150,7 +150,7 @@ def _series(series: Series, task: Task) -> dict[str, Any]:
         "alone": alone is not None,
         "memory": _point(series.last(lambda row: row.memory_mib)),
         "epoch": max(run.last.epoch for run in series.runs),
-        "seeds": [run.config["seed"] for run in series.runs],
+        "seeds": list(series.seeds),
         "origin": series.runs[0].origin,
         "hyper_parameters": series.hyper_parameters,
     }

@@ -55,9 +55,8 @@ function reached(series, level) {
 
 function methodCell(series) {
   const remark = series.remark ? element("span", { class: "remark" }, series.remark) : null;
-  return element("span", {}, swatch(series), `${series.label} `, remark);
+  return element("span", { class: "named" }, swatch(series), element("span", {}, `${series.label} `, remark));
 }
-
 
 /** Return the columns: a heading, the value to sort by, and the content. */
 function rankingColumns(task, view) {
@@ -112,7 +111,7 @@ function heading(column, view, redraw) {
     document.querySelector(`#ranking button[data-key="${CSS.escape(column.key)}"]`).focus();
   };
   const button = element("button", { type: "button", "data-key": column.key, click: sort }, column.heading);
-  return element("th", { scope: "col", class: column.text ? "text" : null, "aria-sort": active ? order : "none" }, button);
+  return element("th", { scope: "col", "data-key": column.key, class: column.text ? "text" : null, "aria-sort": active ? order : "none" }, button);
 }
 
 function copyButton(text, code) {
@@ -166,9 +165,12 @@ function rows(series, columns, view, redraw) {
   return [row, element("tr", { class: "unfolded" }, element("td", { colspan: columns.length + 1 }, details(series)))];
 }
 
-/** Draw the table of a task; `view` has sort, direction, filter, level, columns and open rows. */
-function drawRanking(table, task, view) {
-  const redraw = () => drawRanking(table, task, view);
+/**
+ * Draw the table of a task; `view` has sort, direction, filter, level, columns and open rows.
+ * `changed` is called when the reader sorts it or opens a row.
+ */
+function drawRanking(table, task, view, changed) {
+  const redraw = () => { drawRanking(table, task, view, changed); changed(); };
   const columns = rankingColumns(task, view);
   const wanted = view.filter.trim().toLowerCase();
   const matching = task.series.filter((series) => series.label.toLowerCase().includes(wanted));

@@ -1,4 +1,4 @@
-"""Runs for the report: found in folders and checked, each finished, unfinished or diverged.
+"""Runs for the report: found in folders and checked, each finished, interrupted or diverged.
 
 Runs of methods that are not registered are shown too. A folder that cannot be read is skipped and
 reported with the reason.
@@ -20,7 +20,7 @@ from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult
 
-FINISHED, UNFINISHED, DIVERGED = "finished", "unfinished", "diverged"
+FINISHED, INTERRUPTED, DIVERGED = "finished", "interrupted", "diverged"
 
 NEEDED: dict[str, type] = {
     **{"method": str, "settings": dict, "dataset": str, "model": str, "transfer": str},
@@ -47,16 +47,21 @@ class Run:
     metrics: tuple[Metrics, ...]
 
     @property
+    def seed(self) -> int:
+        """The seed of the run."""
+        return int(self.config["seed"])
+
+    @property
     def last(self) -> Metrics:
         """The metrics of the last epoch so far."""
         return self.metrics[-1]
 
     @property
     def state(self) -> str:
-        """`finished`, `unfinished`, or `diverged`."""
+        """`finished`, `interrupted` (or still running), or `diverged`."""
         if self.last.diverged or not math.isfinite(self.last.train_loss):
             return DIVERGED
-        return FINISHED if self.last.epoch >= self.config["epochs"] else UNFINISHED
+        return FINISHED if self.last.epoch >= self.config["epochs"] else INTERRUPTED
 
     @property
     def origin(self) -> str:

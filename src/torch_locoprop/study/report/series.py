@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch_locoprop.study.methods import colour
-from torch_locoprop.study.report.runs import DIVERGED, FINISHED, UNFINISHED, Run
+from torch_locoprop.study.report.runs import DIVERGED, FINISHED, INTERRUPTED, Run
 from torch_locoprop.study.training.run_folder import Metrics
 
 Number = Callable[[Metrics], float]
@@ -69,12 +69,29 @@ class Series:
 
     @cached_property
     def counted(self) -> tuple[Run, ...]:
-        """The runs whose last metrics count: finished ones, or else unfinished ones."""
-        for state in (FINISHED, UNFINISHED):
-            runs = tuple(run for run in self.runs if run.state == state)
-            if runs:
-                return runs
+        """The runs whose metrics count, one for each seed: finished ones, or else interrupted ones.
+
+        Of several finished runs of a seed the first counts, of interrupted ones the longest.
+        """
+        for state in (FINISHED, INTERRUPTED):
+            by_seed: dict[int, Run] = {}
+            for run in sorted(self.runs, key=lambda run: (run.seed, -run.last.epoch)):
+                if run.state == state:
+                    by_seed.setdefault(run.seed, run)
+            if by_seed:
+                return tuple(by_seed.values())
         return ()
+
+    @cached_property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds of the runs that count, or of all runs if none counts; each seed once."""
+        return tuple(sorted({run.seed for run in self.counted or self.runs}))
+
+    @cached_property
+    def repeated(self) -> int:
+        """How many finished runs repeat a seed and do not count."""
+        finished = [run.seed for run in self.runs if run.state == FINISHED]
+        return len(finished) - len(set(finished))
 
     def last(self, number: Number) -> Spread | None:
         """Return the spread of a number at the last epoch of the runs that count."""
@@ -88,28 +105,32 @@ class Series:
 
     @property
     def state(self) -> str:
-        """The worst state of the runs; only finished series are ranked."""
+        """`diverged` if a run diverged, else `finished` if one finished; finished series are ranked."""
         states = {run.state for run in self.runs}
-        return next(state for state in (DIVERGED, UNFINISHED, FINISHED) if state in states)
+        return next(state for state in (DIVERGED, FINISHED, INTERRUPTED) if state in states)
 
     @property
     def remark(self) -> str:
         """A remark about runs that did not finish; empty if all did."""
-        bad = [run for run in self.runs if run.state == self.state]
-        if self.state == FINISHED:
+        bad = DIVERGED if self.state == DIVERGED else INTERRUPTED
+        runs = [run for run in self.runs if run.state == bad]
+        if not runs:
             return ""
         if len(self.runs) > 1:
-            return f"{len(bad)} of {len(self.runs)} {self.state}"
-        last = bad[0].last.epoch
-        if self.state == DIVERGED:
-            return f"diverged in epoch {last}"
-        return f"at epoch {last} of {bad[0].config['epochs']}"
+            return f"{len(runs)} of {len(self.runs)} runs {bad}"
+        epoch = runs[0].last.epoch
+        of = f"at epoch {epoch} of {runs[0].config['epochs']}"
+        return f"diverged in epoch {epoch}" if bad == DIVERGED else f"interrupted {of}"
 
     def curve(self, number: Number) -> list[Spread | None]:
-        """Return the spread of a number after each epoch, over the runs that reached it."""
-        length = max(len(run.metrics) for run in self.runs)
+        """Return the spread of a number after each epoch, over the runs that count and reached it.
+
+        If no run counts, all of them make the curve.
+        """
+        runs = self.counted or self.runs
+        length = max(len(run.metrics) for run in runs)
         return [
-            spread(number(run.metrics[epoch]) for run in self.runs if epoch < len(run.metrics))
+            spread(number(run.metrics[epoch]) for run in runs if epoch < len(run.metrics))
             for epoch in range(length)
         ]
 
