@@ -200,6 +200,7 @@ def test_the_time_that_is_left_comes_from_this_process_alone() -> None:
     assert left(10, 10) == ""
     assert progress.as_time(99.4) == "99 s"
     assert progress.as_time(7500) == "2 h 05 min"
+    assert progress.as_time(3.5 * 86400) == "3.5 days"
 
 
 def test_bars_and_lines_show_the_time_that_is_left(
@@ -230,8 +231,10 @@ def test_compare_says_where_the_runs_are_and_what_is_next(run: Any) -> None:
     assert [line.strip() for line in lines[start + 1 : start + 3]] == [
         each["folder"] for each in ranked
     ]
-    assert "locoprop report 'over there'" in out
-    assert "locoprop tune -m" in out
+    assert "locoprop report 'over there'    #" in out
+    last = ranked[-1]["config"]["method"]
+    same_task = "--model 12-8-3 --epochs 4 --batch-size 15"
+    assert f"locoprop tune -m {last} {same_task}    #" in out
 
 
 def test_memory_is_shown_on_a_gpu_alone(capfd: pytest.CaptureFixture[str]) -> None:
@@ -303,6 +306,17 @@ def test_compare_continues_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "adam-" in err.splitlines()[0]
     assert err.splitlines()[0].endswith(" is already finished.")
     assert re.search(r"^Continuing runs/\S*sgd\S* from epoch 1 and step 2", err, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [(signal.SIGINT, exit_codes.INTERRUPTED), (signal.SIGTERM, exit_codes.TERMINATED)],
+)
+def test_a_signal_where_nothing_is_to_save(
+    run: Any, monkeypatch: pytest.MonkeyPatch, kind: signal.Signals, code: int
+) -> None:
+    monkeypatch.setattr(datasets, "status", lambda *_: signal.raise_signal(kind))
+    assert run("datasets") == (code, "", "")
 
 
 def test_sigterm_in_a_process(tmp_path: Path) -> None:

@@ -12,7 +12,14 @@ from rich.console import Console
 
 from torch_locoprop.study.cli import exit_codes, options, tables
 from torch_locoprop.study.cli.run_session import RunSession
-from torch_locoprop.study.cli.shared import configuration, given_task, is_for, load, parsed
+from torch_locoprop.study.cli.shared import (
+    configuration,
+    given_task,
+    is_for,
+    load,
+    parsed,
+    task_options,
+)
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_result import RunResult, ranked
 
@@ -96,12 +103,14 @@ def _print(results: list[RunResult], title: str, out: Path) -> None:
         f"{first.batch_size}, seed {first.seed}",
     )
     console.print(tables.ranking(results))
-    folder = shlex.quote(str(out))
+    last = results[-1].config
+    report = shlex.join(["locoprop", "report", str(out)])
+    tune = shlex.join(["locoprop", "tune", "-m", last.method, *task_options(last)])
     lines = [
         "Runs, in the order of the table:",
         *(f"  {result.folder}" for result in results),
         "Next:",
-        f"  locoprop report {folder}    curves, ranking and reconstructions as an HTML page",
-        f"  locoprop tune -m {results[-1].config.method}    search better settings of a method",
+        f"  {report}    # curves, ranking and reconstructions as an HTML page",
+        f"  {tune}    # search better settings of a method",
     ]
     console.print("\n".join(lines), soft_wrap=True)

@@ -17,7 +17,7 @@ from rich.table import Table
 from torch_locoprop.study import methods
 from torch_locoprop.study.cli import completion, exit_codes, options
 from torch_locoprop.study.cli.run_session import messages, stopped
-from torch_locoprop.study.cli.shared import base_of
+from torch_locoprop.study.cli.shared import base_of, seed_numbers
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.protocol import PROTOCOL
@@ -148,7 +148,7 @@ def figure(
         out=out,
         command=_command(quick, config, added, without, epochs, seeds, device, precision),
         epochs=epochs,
-        seeds=_numbers(seeds),
+        seeds=seed_numbers(seeds),
         tuned=tuple(RunConfig.from_dict(base_of(path, None)) for path in config or []),
         added=tuple(added or []),
         without=tuple(without or []),
@@ -266,13 +266,6 @@ def _place(device: str | None, precision: str | None, quick: bool) -> Place:
     place = Place(device, precision, default)
     place.on(RunConfig())  # raises now if device and precision do not fit
     return place
-
-
-def _numbers(seeds: str) -> tuple[int, ...]:
-    parts = seeds.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"Invalid --seeds {seeds!r}. Must be numbers >= 0, such as 0,1,2.")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _command(

@@ -40,9 +40,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     try:
-        with warnings.catch_warnings(), terminations_raised():
+        with warnings.catch_warnings(), terminations_raised() as termination:
             warnings.showwarning = _warn
             app(args=arguments, prog_name="locoprop")
+    except SystemExit as end:
+        # Typer takes any KeyboardInterrupt, and so SIGTERM, for Ctrl-C.
+        if end.code == exit_codes.INTERRUPTED and termination.is_set:
+            sys.exit(exit_codes.TERMINATED)
+        raise
     except ModuleNotFoundError as error:
         _fail(_needed(error))
     except ValueError as error:

@@ -80,6 +80,30 @@ def parsed(texts: Iterable[str]) -> dict[str, Any]:
     return settings
 
 
+def seed_numbers(seeds: str) -> tuple[int, ...]:
+    """Return the seeds of the option `--seeds`, numbers between commas, each once.
+
+    Raises:
+        ValueError: If the text is not such a list.
+    """
+    parts = seeds.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise ValueError(f"Invalid --seeds {seeds!r}. Must be numbers >= 0, such as 0,1,2.")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def task_options(config: RunConfig) -> list[str]:
+    """Return the options that give the task of a configuration, without those at their defaults."""
+    usual = RunConfig(config.method, device=config.device)
+    given = {name: getattr(config, name) for name in TASK if name != "device"}
+    return [
+        word
+        for name, value in given.items()
+        if value != getattr(usual, name)
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+
+
 def load(name: str, data_dir: Path | None, quiet: bool) -> Dataset:
     """Return the data set, and show a progress bar for each download."""
     console = Console(stderr=True)

@@ -20,6 +20,7 @@ from rich.table import Table
 from torch_locoprop.study import methods
 from torch_locoprop.study.cli import completion, exit_codes, options
 from torch_locoprop.study.cli.run_session import messages, stopped
+from torch_locoprop.study.cli.shared import seed_numbers
 from torch_locoprop.study.equal_budgets import plan as planning
 from torch_locoprop.study.equal_budgets import summary
 from torch_locoprop.study.equal_budgets.study import TASKS, How, Study, StudyDescription, stored
@@ -33,13 +34,13 @@ from torch_locoprop.study.training.run_folder import Metrics
 HELP = """\
 Tune all methods with the same number of trials on several tasks, and compare them.
 
-On each task, every method gets --budget trials of the full length: half of them
-are spread over its space, half are around the best of these. They train on nine
-tenths of the training images. Two trials win, by the train loss and by the loss
-on the held-out tenth. Each is trained on all images at every seed.
+On each task, every method gets --budget trials of the full length: half of
+them spread over its space, half around the best of these. They train on nine
+tenths of the training images. Two trials win, by the train loss and by the
+loss on the held-out tenth. Each is trained on all images at every seed.
 
-The study is stored in a folder, and --resume continues it after Ctrl-C, a crash
-or a kill. A table of each task is in its subfolder.
+The study is stored in a folder, and --resume continues it after Ctrl-C, a
+crash or a kill. A table of each task is in its subfolder.
 
 [bold]locoprop study --quick --budget 4 --tasks standard --methods adam,muon --out studies/mini[/bold]
     in miniature, a few minutes on a CPU
@@ -122,7 +123,7 @@ def study_command(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     given = {
         "budget": trials,
-        "seeds": None if seeds is None else _numbers(seeds),
+        "seeds": None if seeds is None else seed_numbers(seeds),
         "quick": quick or None,
         "epochs": epochs,
     }
@@ -152,13 +153,6 @@ def study_command(
 def _split(texts: list[str] | None) -> tuple[str, ...]:
     """Return the names in options that were given several times or with commas."""
     return tuple(dict.fromkeys(word for text in texts or [] for word in text.split(",") if word))
-
-
-def _numbers(seeds: str) -> tuple[int, ...]:
-    parts = seeds.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise ValueError(f"Invalid --seeds {seeds!r}. Must be numbers >= 0, such as 0,1,2.")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 def _description(

@@ -60,11 +60,14 @@ class TimeLeft:
 
 
 def as_time(seconds: float) -> str:
-    """Return a duration in words: ``40 s``, ``3 min``, ``2 h 05 min``."""
+    """Return a duration in words: ``40 s``, ``3 min``, ``2 h 05 min``, ``3.5 days``."""
     if seconds < 99.5:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60:02d} min"
+    if minutes < 100:
+        return f"{minutes} min"
+    days = minutes / (24 * 60)
+    return f"{minutes // 60} h {minutes % 60:02d} min" if days < 2 else f"{days:.1f} days"
 
 
 @contextmanager

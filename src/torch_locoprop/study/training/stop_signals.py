@@ -23,7 +23,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class StopRequest:
-    """The first signal that arrived in the context of ``deferred_signals``, if any."""
+    """The signal that arrived in a context of this module, if any."""
 
     def __init__(self) -> None:
         self.number: int | None = None
@@ -59,15 +59,17 @@ def deferred_signals() -> Iterator[StopRequest]:
 
 
 @contextmanager
-def terminations_raised() -> Iterator[None]:
-    """Raise ``Terminated`` for SIGTERM within this context."""
+def terminations_raised() -> Iterator[StopRequest]:
+    """Raise ``Terminated`` for SIGTERM within this context; yields whether that has happened."""
+    request = StopRequest()
 
     def stop(number: int, frame: FrameType | None) -> None:
+        request.number = number
         raise Terminated
 
     before = _install({signal.SIGTERM: stop})
     try:
-        yield
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
