@@ -1,8 +1,7 @@
-"""The first-order baselines follow TensorFlow's formulas."""
+"""The first-order baselines as optimizers; ``solvers/test_against_tensorflow.py`` has their numbers."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -25,45 +24,6 @@ CASES: list[tuple[Any, str, dict[str, float]]] = [
     (Adam, "adam", {"lr": 0.05, "momentum": 0.8, "decay": 0.7, "eps": 0.3}),
 ]
 EACH = pytest.mark.parametrize(("cls", "name", "options"), CASES, ids=[c[1] for c in CASES])
-
-
-def by_hand(name: str, gradients: list[float], o: dict[str, float]) -> float:
-    """Return the sum of the steps, computed with Python numbers from TensorFlow's documentation."""
-    w = m = 0.0
-    v = {"adagrad": o.get("eps", 0.0), "rmsprop": 1.0}.get(name, 0.0)
-    for t, g in enumerate(gradients, start=1):
-        if name == "sgd":
-            w -= o["lr"] * g
-        elif name == "momentum":
-            m = o["momentum"] * m + g
-            w -= o["lr"] * m
-        elif name == "nesterov":
-            m = o["momentum"] * m + g
-            w -= o["lr"] * (g + o["momentum"] * m)
-        elif name == "adagrad":
-            v += g * g
-            w -= o["lr"] * g / math.sqrt(v)
-        elif name == "rmsprop":
-            v = o["decay"] * v + (1 - o["decay"]) * g * g
-            m = o["momentum"] * m + o["lr"] * g / math.sqrt(v + o["eps"])
-            w -= m
-        else:
-            m = o["momentum"] * m + (1 - o["momentum"]) * g
-            v = o["decay"] * v + (1 - o["decay"]) * g * g
-            rate = o["lr"] * math.sqrt(1 - o["decay"] ** t) / (1 - o["momentum"] ** t)
-            w -= rate * m / (math.sqrt(v) + o["eps"])
-    return w
-
-
-@EACH
-def test_recursion_by_hand(cls: Any, name: str, options: dict[str, float]) -> None:
-    gradients = [2.0, -1.0, 0.5, 0.0, 3.0]
-    w = nn.Parameter(torch.zeros(1, dtype=torch.float64))
-    opt = cls([w], **options)
-    for g in gradients:
-        w.grad = torch.tensor([g], dtype=torch.float64)
-        opt.step()
-    assert w.item() == pytest.approx(by_hand(name, gradients, options), rel=1e-12)
 
 
 @EACH
@@ -90,11 +50,18 @@ def test_resumed_run_is_bit_identical(cls: Any, name: str, options: dict[str, fl
     )
 
 
-@EACH
-def test_loss_falls(cls: Any, name: str, options: dict[str, float]) -> None:
-    model = network()
-    losses = train(model, cls(model.parameters(), **options), range(80))
-    assert losses[-1] < 0.95 * losses[3]
+def test_defaults() -> None:
+    """Those of TensorFlow, and a learning rate where it has none."""
+    expected = {
+        SGD: {"lr": 1e-3},
+        Momentum: {"lr": 1e-3, "momentum": 0.9},
+        Nesterov: {"lr": 1e-3, "momentum": 0.9},
+        Adagrad: {"lr": 1e-2, "eps": 0.1},
+        RMSProp: {"lr": 1e-3, "momentum": 0.0, "decay": 0.9, "eps": 1e-10},
+        Adam: {"lr": 1e-3, "momentum": 0.9, "decay": 0.999, "eps": 1e-8},
+    }
+    for cls, options in expected.items():
+        assert cls([nn.Parameter(torch.zeros(2))]).defaults == {**options, "weight_decay": 0.0}
 
 
 def test_weight_decay_shrinks_matrices_before_the_step_and_spares_biases() -> None:
