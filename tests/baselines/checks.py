@@ -65,14 +65,22 @@ def check_resumes(make: Make, other: Make, before: int, after: int, **options: b
 
 
 def check_learns(make: Make) -> None:
-    """Check that the loss of a small autoencoder falls by a fifth in 60 steps."""
+    """Check that 60 steps on a small autoencoder beat those of SGD at its best of four rates."""
+    rates = (0.1, 0.3, 1.0, 3.0)
+    plain = min(
+        loss_after_60_steps(lambda model, lr=lr: torch.optim.SGD(model.parameters(), lr=lr))
+        for lr in rates
+    )
+    assert loss_after_60_steps(make) < 0.9 * plain < 5.0
+
+
+def loss_after_60_steps(make: Make) -> float:
+    """Return the loss of a small autoencoder, 8.53 at the start, after 60 steps on one batch."""
     model = network(sizes=(12, 8, 3, 8, 12))
     opt = make(model)
     x = (batch(64, 12) < batch(64, 1, seed=2)).double()
-    losses = []
     for _ in range(60):
-        losses.append(cross_entropy(model(x), x))
-        losses[-1].backward()
+        cross_entropy(model(x), x).backward()
         opt.step()
         opt.zero_grad()
-    assert losses[-1] < 0.8 * losses[0]
+    return cross_entropy(model(x), x).item()

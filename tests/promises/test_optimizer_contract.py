@@ -22,7 +22,7 @@ def make(**options: Any) -> tuple[nn.Sequential, LocoProp]:
     return model, LocoProp(model, **{"lr": 1e-3, "output_transfer": "sigmoid", **options})
 
 
-def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> Tensor:
+def step(model: nn.Module, opt: torch.optim.Optimizer, seed: int = 1) -> Tensor:
     x = batch(8, 6, seed=seed)
     loss = cross_entropy(model(x), x[:, :3])
     loss.backward()
@@ -41,10 +41,16 @@ def test_it_is_an_optimizer_with_defaults_and_groups() -> None:
     assert "LocoProp" in repr(opt)
 
 
-def test_loss_falls() -> None:
-    model, opt = make(lr=1e-2, momentum=0.9, gamma=1.0)
-    losses = [step(model, opt, seed=k % 3) for k in range(60)]
-    assert losses[-1] < 0.9 * losses[0]
+def test_the_loss_falls_below_that_of_sgd() -> None:
+    """After 60 steps on three batches, SGD at its best of four rates is at 1.86, from 2.10."""
+    model, opt = make(variant="locoprop-m", solver="rmsprop", lr=1e-2, momentum=0.9, gamma=1.0)
+    found = torch.stack([step(model, opt, seed=k % 3) for k in range(60)])[-3:].mean()
+    plain = []
+    for lr in (0.1, 0.3, 1.0, 3.0):
+        other = network()
+        sgd = torch.optim.SGD(other.parameters(), lr=lr)
+        plain.append(torch.stack([step(other, sgd, seed=k % 3) for k in range(60)])[-3:].mean())
+    assert found < 0.95 * min(plain) < 1.8
 
 
 def test_step_returns_the_loss_of_its_closure_and_enables_gradients() -> None:

@@ -11,6 +11,8 @@ than two dimensions is treated as a matrix of its first dimension by all others.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -18,7 +20,7 @@ from torch.optim.optimizer import ParamsT
 from torch_locoprop.baselines.base import PerTensor
 from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import unknown
-from torch_locoprop.paper.fisher import running_average
+from torch_locoprop.paper.fisher import at_least_float32, running_average
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.solvers.exact import eigh
 
@@ -38,8 +40,8 @@ class Shampoo(PerTensor):
         momentum: factor μ of heavy-ball momentum.
         decay: factor β of the running averages, with Adam's bias correction. None or 1: sums.
         eps: added to the eigenvalues of L and R, relative to the largest one; also the constant ε in
-            the denominator of the grafted step. L and R themselves have the dtype of the gradient,
-            so an eps below 1e-7 is lost in the rounding of float32.
+            the denominator of the grafted step. L and R themselves have the dtype of the gradient, at
+            least float32, in which an eps below 1e-7 is lost in rounding.
         every: compute the inverse roots in the first step and then in every k-th. L and R are updated
             in every step.
         weight_decay: decoupled weight decay of tensors of two or more dimensions.
@@ -89,6 +91,7 @@ class Shampoo(PerTensor):
             raise ValueError(unknown("grafting", group["grafting"], GRAFTING))
 
     def change(self, gradient: Tensor, state: Tensors, group: Group) -> tuple[Tensor, Tensors]:
+        gradient = at_least_float32(gradient)  # products of half precision may underflow
         # The counter is on the CPU: no synchronisation with a GPU.
         none = torch.tensor(0.0, dtype=torch.float32, device="cpu")
         kept: Tensors = {"step": state.get("step", none) + 1}
@@ -102,6 +105,16 @@ class Shampoo(PerTensor):
         old = state.get("momentum", torch.zeros_like(gradient))
         kept["momentum"] = group["momentum"] * old + direction
         return group["lr"] * kept["momentum"], kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state. Unlike in ``torch.optim``, states of half-precision parameters stay float32."""
+        super().load_state_dict(state_dict)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            for parameter, number in zip(group["params"], saved["params"], strict=True):
+                state = self.state.get(parameter, {})
+                for name, value in state_dict["state"].get(number, {}).items():
+                    if name in state and at_least_float32(parameter).dtype != parameter.dtype:
+                        state[name] = value.to(state[name].device)
 
     def _preconditioned(
         self, gradient: Tensor, state: Tensors, kept: Tensors, group: Group, steps: int
