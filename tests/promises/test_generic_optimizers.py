@@ -1,7 +1,6 @@
 """PyTorch's generic tests of optimizers, written anew for ours by an adapter on linear layers.
 
-An optimizer of ``torch.optim`` takes parameters, ``LocoProp`` and ``KFAC`` take the model. A
-:class:`Case` hides the difference, so that each test holds for all.
+The optimizers are those of ``optimizer_cases.py``.
 """
 
 from __future__ import annotations
@@ -10,13 +9,14 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from cases import assert_close, batch, cross_entropy, network, weights
+from promises.optimizer_cases import ALL, LOCAL, PLAIN, Case
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import (
@@ -24,60 +24,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torch_locoprop import LocoProp, baselines
-from torch_locoprop.solvers import Exact
-
-
-@dataclass(frozen=True)
-class Case:
-    """One optimizer with its settings."""
-
-    name: str
-    kind: Callable[..., Optimizer]
-    options: dict[str, Any] = field(default_factory=dict)
-    takes_model: bool = False
-
-    def make(self, model: nn.Module, **options: Any) -> Any:
-        """Return the optimizer of a model."""
-        own = {"lr": 0.01, **self.options, **options}
-        return self.kind(model if self.takes_model else model.parameters(), **own)
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def local(name: str, **options: Any) -> Case:
-    own = {"variant": "locoprop-s", "solver": "rmsprop", "lr": 1e-3, "gamma": 1.0, "momentum": 0.9}
-    return Case(name, LocoProp, {**own, "output_transfer": "sigmoid", **options}, takes_model=True)
-
-
-def outer(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.Adam(parameters, lr=0.01)
-
-
-LOCAL = [
-    local("locoprop-s"),
-    local("locoprop-m-adam", variant="locoprop-m", solver="adam"),
-    local("locoprop-m-sgd", variant="locoprop-m", solver="sgd"),
-    local("pocoprop-m-nesterov", variant="pocoprop-m", solver="nesterov"),
-    local("natural-s", variant="natural-s", lr=1e-4),
-    local("exact", solver="exact"),
-    local("exact-average", solver=Exact(decay=0.9, every=2, damping=0.1)),
-    local("outer", apply="gradient", outer=outer),
-]
-PLAIN = [
-    Case("sgd", baselines.SGD),
-    Case("momentum", baselines.Momentum),
-    Case("nesterov", baselines.Nesterov),
-    Case("adagrad", baselines.Adagrad),
-    Case("rmsprop", baselines.RMSProp, {"momentum": 0.9}),
-    Case("adam", baselines.Adam),
-    Case("shampoo", baselines.Shampoo),
-    Case("shampoo-every-3", baselines.Shampoo, {"every": 3, "grafting": None}),
-]
-KFAC = Case("kfac", baselines.KFAC, {"output_transfer": "sigmoid"}, takes_model=True)
 STATELESS = {"sgd", "locoprop-m-sgd", "exact"}
-each = pytest.mark.parametrize("case", [*LOCAL, *PLAIN, KFAC], ids=str)
+each = pytest.mark.parametrize("case", ALL, ids=str)
 each_plain = pytest.mark.parametrize("case", PLAIN, ids=str)
 each_with_groups = pytest.mark.parametrize("case", [*LOCAL, *PLAIN], ids=str)
 
@@ -300,7 +248,7 @@ def test_parameters_without_a_gradient_stay_and_get_no_state(case: Case) -> None
     assert not any(opt.state.values())
 
 
-@pytest.mark.parametrize("case", [*LOCAL, KFAC], ids=str)
+@pytest.mark.parametrize("case", [*LOCAL, ALL[-1]], ids=str)
 def test_a_step_without_a_backward_pass_raises(case: Case) -> None:
     """Unlike in ``torch.optim``: a loop whose layers record nothing would not train."""
     model = network()
