@@ -8,7 +8,8 @@ The first term is known before any matrix product: for a target that follows Bac
 the ordinary gradient ``G``. The first local iteration therefore is BackProp, to the last bit, and the
 problem includes everything that was done to ``G`` (clipping, averaging, a penalty on the weights).
 
-How the problem is solved is in ``solvers/``; how it is built from a layer's record is in
+The value of the loss, which no solver needs, is in ``objective.py``. How the problem is solved is in
+``solvers/``; how it is built from a layer's record is in
 ``stepping/build_problem.py``.
 """
 
@@ -169,15 +170,15 @@ class LocalProblem:
             return None
         rows, n = self.x.shape[-2:]
         cheaper = saves_work(rows, d, n, local_steps - 1)
-        return self.gram_of(self.x, self._row_weights) if cheaper else None
+        return self.gram_of(self.x, self.row_weights) if cheaper else None
 
     def square(self, dtype: torch.dtype) -> Tensor:
         """Return ``[X 1]ᵀ[X 1]`` for the trained columns, summed over all rows with their weights."""
         if isinstance(self.x, Gram):
             own = self.x.to(dtype).joint("weight" in self.start, "bias" in self.start)
-            return self._of_all_processes(own * self.row_weight)
+            return self.of_all_processes(own * self.row_weight)
         x = self.inputs.to(dtype)
-        return self._of_all_processes((self.row_weight * x).mT @ x)
+        return self.of_all_processes((self.row_weight * x).mT @ x)
 
     def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
         """Return the gradient of the local loss, without the regularizer.
@@ -193,8 +194,8 @@ class LocalProblem:
             )
         delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
         change = delta if self.delta0 is None else delta - self.delta0
-        if self._row_weights is not None:
-            change = change * self._row_weights
+        if self.row_weights is not None:
+            change = change * self.row_weights
         return self._plus_first_gradient(
             self._sum_over_processes(self._times_row_weight(self._weight_grad(change)))
         )
@@ -213,94 +214,19 @@ class LocalProblem:
         """Return ``Δ = W̃ − W``, the unknown of Eq. 9, for each trained tensor."""
         return {name: value - self.start[name] for name, value in at.items()}
 
-    def objective(self, at: Tensors) -> Tensor:
-        """Return the objective minus its value at the start.
-
-        It is the linear term ``⟨δ₀ᵀX, W̃ − W⟩``, plus what the loss adds to it by its curvature,
-        plus the regularizer. For small displacements the curvature term is a small difference of
-        large numbers. The change of the pre-activations is therefore computed from the
-        displacement, and the terms are computed in float64.
-
-        Args:
-            at: the tensors W̃.
-        """
-        moved = self.displacement(at)
-        linear = torch.stack([(self.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
-        penalty = self.regularizer.value(moved, self.eta, self.metric)
-        if isinstance(self.x, Gram):
-            curved = self.x.to(linear.dtype).gradient(moved)
-            half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
-            return linear + self._of_all_processes(self.row_weight * half) + penalty
-        still = {name: torch.zeros_like(t) for name, t in self.fixed.items()}
-        change = self.linear_map.forward(self.x, **moved, **still)
-        if self.loss.is_quadratic(self.transfer):
-            beyond_linear = 0.5 * change.square().sum(-1)
-        else:
-            parts = (self.a0, self.target_rows.expand_as(self.a0), change)
-            most = max(_AT_ONCE * change.shape[-2] // max(change.numel(), 1), 1)
-            some = zip(*(torch.split(t, most, -2) for t in parts), strict=True)
-            beyond_linear = torch.cat(
-                [self._beyond_linear(*map(_precise, each)) for each in some], -1
-            )
-        return (
-            linear + self._of_all_processes(self._weighted_sum(beyond_linear).to(linear)) + penalty
-        )
-
-    def _beyond_linear(self, a0: Tensor, target: Tensor, change: Tensor) -> Tensor:
-        """Return the loss of each row after a change of its pre-activations, minus the linear part."""
-        before, after = (self.loss.value(a, target, self.transfer) for a in (a0, a0 + change))
-        slope = self.loss.residual(a0, target, self.transfer)
-        return after - before - (slope * change).sum(-1)
-
-    def objective_at_start(self) -> Tensor:
-        """Return the objective at the start; NaN if it is not known.
-
-        It is not known if the target needs ∂L/∂a or ∂L/∂y of each row and they were not recorded, on
-        this or another process. Some losses leave out a constant, and so does this value, except where
-        the residual is ``a − a*``.
-        """
-        rows = self._losses_at_start()
-        unknown = self._like.new_full((), torch.nan)
-        return self._of_all_processes(
-            unknown if rows is None else self._weighted_sum(rows).to(unknown)
-        )
-
-    def _losses_at_start(self) -> Tensor | None:
-        """Return the local loss of each row at the start ``[..., rows]``; None if it is not known."""
-        g, target = self.g, self.target
-        if target.starts_at_zero and g is None:
-            g = None if self.recorded is None else self.recorded()
-            if g is None:
-                return None
-            if self.loss.is_quadratic(self.transfer):
-                # The residual of a row follows from its g as the first gradient follows from G.
-                first = target.first_gradient({"weight": g.mT}, self.gamma, self.fisher)
-                return None if first is None else 0.5 * first["weight"].square().sum(-2)
-        given = {"g": g, "v": self.v}
-        if isinstance(self.x, Gram) or any(given.get(name) is None for name in target.needs):
-            return None
-        goal = target(self.a0, self.transfer, g, self.v, self.gamma)
-        return self.loss.value(self.a0, goal, self.transfer)
-
-    def _weighted_sum(self, rows: Tensor) -> Tensor:
-        """Return the sum of values of rows ``[..., rows]`` with the row weights, in float64."""
-        weights = self._row_weights
-        weight = self.row_weight if weights is None else _precise(weights).squeeze(-1)
-        return (weight * _precise(rows)).sum()
-
     def _forward(self, at: Tensors) -> Tensor:
         """Return the pre-activations ``[..., rows, d]`` for the tensors W̃."""
         tensors = {name: self.base[name] + t if self.base else t for name, t in at.items()}
         return self.linear_map.forward(self.x, **tensors, **self.fixed)
 
     @property
-    def _row_weights(self) -> Tensor | None:
+    def row_weights(self) -> Tensor | None:
         """The weights of the rows ``[rows, 1]``; None if all rows have the same weight."""
         return self.row_weight if isinstance(self.row_weight, Tensor) else None
 
     def _times_row_weight(self, change: Tensors) -> Tensors:
         """Multiply sums over rows, in place, by the row weight if all rows have the same."""
-        if self._row_weights is None and self.row_weight != 1:
+        if self.row_weights is None and self.row_weight != 1:
             for tensor in change.values():
                 tensor.mul_(self.row_weight)
         return change
@@ -327,7 +253,7 @@ class LocalProblem:
             self.others.add_up(of_rows[name] for name in self.start)
         return of_rows
 
-    def _of_all_processes(self, of_rows: Tensor) -> Tensor:
+    def of_all_processes(self, of_rows: Tensor) -> Tensor:
         """Add up, in place and over all processes, a sum over this process's rows."""
         if self.others is not None:
             self.others.add_up([of_rows])
@@ -356,12 +282,12 @@ class LocalProblem:
             cheaper = has_rows and saves_work(self.others.rows, d, own.shape[-1], gradients)
             if not cheaper and not self.others.some_have_gram:
                 return None
-            if self._row_weights is None:
+            if self.row_weights is None:
                 first, *rest = map(self.gram_of, self.linear_map.row_blocks(own))
                 own = sum(rest, first)
             else:
-                own = self.gram_of(self.linear_map.inputs(own, True, False), self._row_weights)
-        weight = 1.0 if self._row_weights is not None else self.row_weight
+                own = self.gram_of(self.linear_map.inputs(own, True, False), self.row_weights)
+        weight = 1.0 if self.row_weights is not None else self.row_weight
         square, total = own.square * weight, own.total * weight
         rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight
         self.others.add_up([square, total, rows])
@@ -370,11 +296,3 @@ class LocalProblem:
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.linear_map.weight_grad(self.x, delta)
         return {name: gradient[name] for name in self.start}
-
-
-_AT_ONCE = 2**18  # number of entries that are converted to float64 at a time
-
-
-def _precise(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64; from Apple's GPUs, which have no float64, on the host."""
-    return (tensor.cpu() if tensor.device.type == "mps" else tensor).double()

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.objective import objective
 from torch_locoprop.paper.tensors import Tensors
 
 
@@ -69,7 +70,7 @@ def drop_momentum(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) 
 
 def decreases_objective(problem: LocalProblem, new: Tensors) -> Tensor:
     """Return a boolean scalar: True if a solution is finite and its objective not above the start's."""
-    return dispatch.finite(list(new.values())) & (problem.objective(new) <= 0)
+    return dispatch.finite(list(new.values())) & (objective(problem, new) <= 0)
 
 
 def cap_factor(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:

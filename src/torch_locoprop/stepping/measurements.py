@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.objective import objective, objective_at_start
 from torch_locoprop.paper.tensors import Tensors, join
 
 Measurements = dict[str, dict[str, Tensor | float]]  # by layer, then by name of the number
@@ -61,12 +62,12 @@ def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
     tiny = torch.finfo(next(iter(new.values())).dtype).tiny
     delta, direction = join(moved).flatten(), join(backprop).flatten()
     length, backprop_length = delta.norm(), direction.norm()
-    before, change = problem.objective_at_start(), problem.objective(new)
+    before, change = objective_at_start(problem), objective(problem, new)
     found: dict[str, Tensor | float] = {
         "loss_before": before,
         "loss_after": before + change,
         "local_loss": change,
-        "backprop_loss": problem.objective(after_backprop),
+        "backprop_loss": objective(problem, after_backprop),
         "displacement": length / problem.weight.norm().clamp_min(tiny),
         "cosine": (delta / length.clamp_min(tiny)) @ (direction / backprop_length.clamp_min(tiny)),
         "length": length / backprop_length.clamp_min(tiny),
