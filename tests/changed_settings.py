@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from torch_locoprop.config.settings import SETTINGS, Choice, Count, Number, Setting, Switch
+from torch_locoprop.config.setting_kinds import Choice, Count, Number, Setting, Switch
+from torch_locoprop.config.settings import SETTINGS
 
 _COMPONENTS = {"variant": "locoprop-s", "solver": "adam", "regularizer": "l2"}
 

@@ -9,13 +9,13 @@ from torch import nn
 from torch_locoprop import Guards, LocoProp
 from torch_locoprop.config import settings
 from torch_locoprop.config.arguments import ARGUMENTS
+from torch_locoprop.config.setting_kinds import Setting
 from torch_locoprop.config.settings import (
     DEFAULTS,
     GRAPH_KEY_SETTINGS,
     LAYER_SETTINGS,
     PLAN_SETTINGS,
     SETTINGS,
-    Setting,
     Settings,
 )
 

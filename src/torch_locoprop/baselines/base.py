@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.config.groups import Group
-from torch_locoprop.config.settings import check_number
+from torch_locoprop.config.setting_kinds import check_number
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.stepping.build_problem import decayed
 

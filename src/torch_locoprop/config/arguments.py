@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from torch_locoprop.config.settings import SETTINGS, unknown
+from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.config.settings import SETTINGS
 
 # The constructor's arguments that are no settings.
 ARGUMENTS = (

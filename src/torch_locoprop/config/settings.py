@@ -5,21 +5,25 @@ documentation, the checks, what a parameter group may hold, what a plan depends 
 CUDA graph are derived from it. By default a setting is part of the plan and of the graph key, so a
 new one cannot be forgotten there.
 
-What a name such as ``"rmsprop"`` stands for is in ``components.py``, parameter groups are in
-``groups.py``.
+The kinds of settings are in ``setting_kinds.py``, what a name such as ``"rmsprop"`` stands for is in
+``components.py``, and parameter groups are in ``groups.py``.
 """
 
 from __future__ import annotations
 
-import difflib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from numbers import Integral, Real
 from typing import Annotated, Any, TypedDict, get_args, get_type_hints
 
-from torch import Tensor
-
+from torch_locoprop.config.setting_kinds import (
+    Choice,
+    Component,
+    Count,
+    Number,
+    Setting,
+    Switch,
+    unknown,
+)
 from torch_locoprop.paper.regularizers import Regularizer
 from torch_locoprop.paper.variants import Variant
 from torch_locoprop.solvers import LOCAL_DECAYS, Solver
@@ -27,73 +31,6 @@ from torch_locoprop.solvers import LOCAL_DECAYS, Solver
 LOCAL_REDUCTIONS = ("sum", "mean")
 LOCAL_PRODUCTS = ("full", "bf16")
 CAPS = ("weight", "backprop")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """Default and meaning of one setting, and which parts of a step depend on it."""
-
-    default: Any
-    meaning: str
-    per_tensor: bool = False  # weight and bias of one layer may differ in it
-    in_plan: bool = True  # what hooks record for the next step depends on it
-    in_graph_key: bool = True  # a CUDA graph recorded with another value must not be replayed
-
-    def check(self, name: str, value: object) -> None:
-        """Raise ``ValueError`` unless the value is allowed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Number(Setting):
-    """A real number in a range; it enters the solution only, so no plan depends on it."""
-
-    above: float = 0.0
-    may_equal: bool = True  # whether the lower bound is allowed
-    below: float = math.inf
-    optional: bool = False  # None is allowed
-    in_plan: bool = False
-
-    def check(self, name: str, value: object) -> None:
-        if value is not None or not self.optional:
-            check_number(name, value, self.above, self.may_equal, self.below)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Count(Setting):
-    """An integer of at least one."""
-
-    optional: bool = False  # None is allowed
-
-    def check(self, name: str, value: object) -> None:
-        if value is None and self.optional:
-            return
-        if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-            raise ValueError(f"Invalid {name}={value!r}. Must be an integer >= 1.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Switch(Setting):
-    """True or False."""
-
-    def check(self, name: str, value: object) -> None:
-        if not isinstance(value, bool):
-            raise ValueError(f"Invalid {name}={value!r}. Must be True or False.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Choice(Setting):
-    """One of several names."""
-
-    choices: tuple[str, ...]
-
-    def check(self, name: str, value: object) -> None:
-        if value not in self.choices:
-            raise ValueError(unknown(name, value, self.choices))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Component(Setting):
-    """A variant, solver or regularizer, by name or as an object; ``components.py`` checks it."""
 
 
 Rate = Annotated[
@@ -331,25 +268,3 @@ def check_names(settings: Iterable[str], what: str, also: Iterable[str] = ()) ->
     for name in settings:
         if name not in SETTINGS and name not in also:
             raise ValueError(unknown(what, name, SETTINGS))
-
-
-def check_number(name: str, value: object, above: float, may_equal: bool, below: float) -> None:
-    """Raise ``ValueError`` unless ``above <= value < below``, or ``above < value`` if not may_equal."""
-    bound = f"{'>=' if may_equal else '>'} {above:g}" + (
-        f" and < {below:g}" if below < math.inf else ""
-    )
-    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    if isinstance(number, bool) or not isinstance(number, Real):
-        raise ValueError(f"Invalid {name}={value!r}. Must be a number {bound}.")
-    number = float(number)
-    inside = above <= number < below if may_equal else above < number < below
-    if not inside or not math.isfinite(number):
-        raise ValueError(f"Invalid {name}={value}. Must be finite and {bound}.")
-
-
-def unknown(role: str, value: object, known: Iterable[str]) -> str:
-    """Return the message for an unknown name, with the closest known one."""
-    names = list(known)
-    close = difflib.get_close_matches(str(value).lower(), names, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"Unknown {role} {value!r}.{hint} Known: {', '.join(names)}."

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch_locoprop.config.settings import unknown
+from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.recording import transfer_detection

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop.config.groups import Group
-from torch_locoprop.config.settings import unknown
+from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.recording.layer_record import LayerRecord
