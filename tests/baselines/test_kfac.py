@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler
 
 from torch_locoprop.baselines import KFAC
 from torch_locoprop.baselines.kfac import clip_scale, damped_factors, damped_inverses
+from torch_locoprop.recording import row_gradients
 
 
 def make(**options: Any) -> tuple[nn.Sequential, KFAC]:
@@ -69,7 +70,7 @@ def recorded(
     y_hat = {"sigmoid": torch.sigmoid, "softmax": lambda a: a.softmax(-1)}.get(
         transfer, lambda a: a
     )
-    labels = y_hat(a).detach() - opt._layers[-1].sampled()
+    labels = y_hat(a).detach() - row_gradients.sampled(opt._layers[-1])
     if transfer != "linear":
         assert torch.minimum(labels.abs(), (labels - 1).abs()).max() < 1e-12
     if transfer == "softmax":
@@ -122,7 +123,7 @@ def test_the_rows_of_d_are_gradients_for_labels_drawn_from_the_model() -> None:
     """The output layer's rows give the drawn labels; autograd with them gives all other layers' g."""
     model, opt = make()
     backward(model)
-    sampled = [layer.sampled() for layer in opt._layers]
+    sampled = [row_gradients.sampled(layer) for layer in opt._layers]
     pre_activations: list[Tensor] = []
     a = batch(7, 6)
     for module in model:
@@ -204,7 +205,7 @@ def test_rows_of_several_calls_and_of_sequences_count_alike() -> None:
     model, opt = make()
     x = batch(4, 3, 6)
     cross_entropy(model(x), x[..., :3]).backward()
-    g = opt._layers[1].sampled()
+    g = row_gradients.sampled(opt._layers[1])
     opt.step()
     state = opt.state[model[2].weight]
     assert g.shape == (12, 4)
@@ -427,7 +428,7 @@ def test_labels_differ_from_step_to_step() -> None:
     drawn = []
     for _ in range(2):
         backward(model)
-        drawn.append(opt._layers[2].sampled())
+        drawn.append(row_gradients.sampled(opt._layers[2]))
         opt.step()
         opt.zero_grad()
     assert not torch.equal(*drawn)
@@ -458,7 +459,7 @@ def test_frozen_tensors_stay_and_factors_follow() -> None:
     model[2].requires_grad_(False)
     before = weights(model)
     backward(model)
-    x, g = batch(7, 6), opt._layers[0].sampled()
+    x, g = batch(7, 6), row_gradients.sampled(opt._layers[0])
     direction = dense_direction(x.mT @ x / 7, g.mT @ g / 7, model[0].weight.grad, 0.02)
     opt.step()
     after = weights(model)

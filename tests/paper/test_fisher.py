@@ -12,6 +12,7 @@ from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import damped_solve, sampled_output_gradient, second_moment
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient
+from torch_locoprop.recording import row_gradients
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])
@@ -45,7 +46,7 @@ def test_running_fisher_and_refresh() -> None:
     for step in range(4):
         x = batch(7, 6, seed=step)
         cross_entropy(model(x), x[:, :3]).backward()
-        sampled = opt._layers[1].sampled()
+        sampled = row_gradients.sampled(opt._layers[1])
         assert (sampled is not None) == (step % 2 == 0)
         if sampled is not None:
             fresh = sampled.mT @ sampled / 7
@@ -65,7 +66,7 @@ def test_one_iteration_is_the_preconditioned_gradient() -> None:
     before = weights(model)
     x = batch(7, 6)
     cross_entropy(model(x), x[:, :3]).backward()
-    g = opt._layers[0].sampled()
+    g = row_gradients.sampled(opt._layers[0])
     fisher = g.mT @ g / len(g)
     fisher += 1e-2 * fisher.diagonal().mean() * torch.eye(len(fisher)).double()
     inverse = torch.linalg.inv(fisher)
@@ -82,7 +83,7 @@ def test_one_iteration_is_the_preconditioned_gradient() -> None:
 
 def fisher_pieces(model: nn.Sequential, opt: LocoProp, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the first layer's dense damped factors D and A, and its joint gradient ``[W b]``."""
-    g = opt._layers[0].sampled()
+    g = row_gradients.sampled(opt._layers[0])
     rows = torch.cat([x, torch.ones(len(x), 1).double()], 1)
     factors = []
     for matrix in (g.mT @ g / len(g), rows.mT @ rows / len(x)):
@@ -174,7 +175,7 @@ def test_a_frozen_model_draws_nothing() -> None:
     model = network().requires_grad_(False)
     opt = LocoProp(model, variant="natural-s", output_transfer="sigmoid")
     model(batch(7, 6).requires_grad_()).sum().backward()
-    assert all(layer.sampled() is None for layer in opt._layers)
+    assert all(row_gradients.sampled(layer) is None for layer in opt._layers)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

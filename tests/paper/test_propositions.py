@@ -20,6 +20,7 @@ from torch_locoprop.paper.objective import objective
 from torch_locoprop.paper.regularizers import L2
 from torch_locoprop.paper.targets import MirrorDescent, NaturalGradient
 from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.recording import row_gradients
 from torch_locoprop.solvers.exact import sylvester
 
 
@@ -64,7 +65,7 @@ def test_proposition_1_natural_target_and_exact_solve_give_the_kfac_update(
     F.mse_loss(model(x), y).backward()
     # The sampled output gradient, read where the model's last layer recorded it, and sent back
     # through the network by autograd alone.
-    at_output = opt._layers[-1].sampled()
+    at_output = row_gradients.sampled(opt._layers[-1])
     a, pre_activations = x, []
     for module in copy.deepcopy(model):  # a copy: it is not recorded
         a = module(a)
@@ -220,7 +221,7 @@ def test_objective_has_the_gradient_the_solvers_follow() -> None:
         layer = opt._layers[1]
         layer.use_of_rows = None  # keep the rows
         cross_entropy(model(x), y).backward()
-        g, v = layer.gradients(), layer.post_gradients()
+        g, v = row_gradients.gradients(layer), row_gradients.post_gradients(layer)
         w, b = layer.tensors["weight"], layer.tensors["bias"]
         problem = LocalProblem(
             linear_map=layer.kind.linear_map,

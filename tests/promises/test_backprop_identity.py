@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.transfers import get
 from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.transfer_assignment import assign_transfer
 from torch_locoprop.stepping.method import effective_variant
 
@@ -76,7 +77,7 @@ def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activat
         weight, bias = layer.tensors["weight"], layer.tensors["bias"]
         rows = layer.inputs()
         a = layer.kind.linear_map.forward(rows, weight.detach(), bias.detach())
-        g, v = layer.gradients(), layer.post_gradients()
+        g, v = row_gradients.gradients(layer), row_gradients.post_gradients(layer)
         if v is None:  # the transfer is inside the loss
             v = layer.transfer.pull_back(a, g)
         target = chosen.target(a, layer.transfer, g, v, 5.0)

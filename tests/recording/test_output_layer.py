@@ -13,6 +13,7 @@ from cases import batch
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.recording import row_gradients
 
 
 def transfers_of(opt: LocoProp) -> dict[str, str | None]:
@@ -74,7 +75,7 @@ def test_labels_are_drawn_at_a_head_that_falls_back() -> None:
         fallback=lambda p: torch.optim.SGD(p, lr=0.1),
     )
     model(torch.arange(7)).square().sum().backward()
-    sampled = opt._layers[1].sampled()
+    sampled = row_gradients.sampled(opt._layers[1])
     assert sampled.shape == (7, 6)
     # what reaches fc2 is (softmax − one-hot) @ E: its rows lie in the span of the embedding's rows,
     # and no row is a difference of probabilities over fc2's own six features, which sum to zero

@@ -29,6 +29,7 @@ from torch_locoprop.paper.fisher import (
 )
 from torch_locoprop.paper.tensors import Tensors, holds, join, split
 from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_inspection import transfer_inside
@@ -178,7 +179,7 @@ class KFAC(WithFallback):
         if "inputs" in state and state["inputs"].shape[-1] != gradient.shape[-1]:
             for name in ("inputs", "gradients", "inverse_inputs", "inverse_gradients"):
                 del state[name]  # requires_grad of the bias was changed, so A has another size
-        sampled = layer.sampled()
+        sampled = row_gradients.sampled(layer)
         if sampled is not None:
             x = layer.kind.linear_map.inputs(layer.inputs(), "weight" in trained, "bias" in trained)
             decay = min(group["decay"], 1 - 1 / (group["steps"] + 1))

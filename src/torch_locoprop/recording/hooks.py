@@ -30,6 +30,7 @@ from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_g
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_inspection import sums_terms
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
+from torch_locoprop.recording.row_gradients import has_v
 from torch_locoprop.recording.transfer_assignment import NESTED
 from torch_locoprop.recording.weak_hook import (
     WeakHook,
@@ -246,7 +247,7 @@ class ModelHooks:
         # ∂L/∂y is computed from ∂L/∂a if it was not recorded in this pass, or may not be in another
         # pass through the same autograd graph.
         several = pending.recorded or backward_pass.retains_graph()
-        for_v = "v" in needs and (several or not layer.has_v(call))
+        for_v = "v" in needs and (several or not has_v(layer, call))
         if "g" in needs or for_v:
             call = call._replace(g=g)
         pending.recorded = True

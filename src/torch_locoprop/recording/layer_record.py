@@ -375,66 +375,6 @@ class LayerRecord:
         """Return the pre-activations ``[rows, d]`` of the forward pass, if they were kept."""
         return self.calls[0].output if len(self.calls) == 1 else None
 
-    def gradients(self) -> Tensor | None:
-        """Return ∂L/∂a ``[rows, d]``, if it was recorded for all calls."""
-        return self._joined([call.g for call in self.calls])
-
-    def weighted_gradients(self) -> Tensor | None:
-        """Return ∂L/∂a ``[rows, d]`` for sums of squares over rows.
-
-        If ``max_rows`` has dropped rows and XᵀX is kept, each row is scaled so that its square counts
-        for the rows it replaces, as in XᵀX. If rows are kept, ``row_weight`` counts them and the result
-        is that of :meth:`gradients`.
-        """
-        if all(call.gram is None for call in self.calls):
-            return self.gradients()
-        scales = [row_reduction.rows_per_kept_row(self, call) ** 0.5 for call in self.calls]
-        pairs = zip(scales, (call.g for call in self.calls), strict=True)
-        return self._joined([None if g is None else scale * g for scale, g in pairs])
-
-    def has_v(self, call: Call) -> bool:
-        """Return True if ∂L/∂y of a call was recorded at the output of the layer's own transfer."""
-        return call.v is not None and call.v_transfer == self.transfer
-
-    def post_gradients(self) -> Tensor | None:
-        """Return ∂L/∂y ``[rows, d]``; None if it was not recorded for all calls."""
-        return self._joined([call.v if self.has_v(call) else None for call in self.calls])
-
-    def pulled_back(self, a: Tensor) -> Tensor | None:
-        """Return ∂L/∂y ``[rows, d]``, computed from ∂L/∂a for the calls where it was not recorded.
-
-        Args:
-            a: the pre-activations ``[rows, d]``.
-
-        Returns:
-            ∂L/∂y; None if the layer has no transfer, or a call has neither gradient.
-        """
-        recorded = [call.v if self.has_v(call) else call.g for call in self.calls]
-        rows = self._joined(recorded)
-        if rows is None or self.transfer is None:
-            return None
-        v = self.transfer.pull_back(a, rows)
-        sizes = [self.kind.rows(t).shape[-2] for t in recorded if t is not None]
-        parts = zip(
-            self.calls, torch.split(v, sizes, -2), torch.split(rows, sizes, -2), strict=True
-        )
-        for call, pulled, own in parts:
-            if self.has_v(call):
-                pulled.copy_(own)
-        return v
-
-    def sampled(self) -> Tensor | None:
-        """Return ∂L/∂a ``[rows, d]`` for labels drawn from the model; None if none were drawn."""
-        return self._joined([call.sampled for call in self.calls])
-
-    def _joined(self, tensors: list[Tensor | None]) -> Tensor | None:
-        """Return the rows of all tensors as ``[rows, d]``; None if there are none or one is None."""
-        dtype = self.tensors["weight"].dtype
-        rows = [self.kind.rows(t).to(dtype) for t in tensors if t is not None]
-        if not rows or len(rows) < len(tensors):
-            return None
-        return rows[0] if len(rows) == 1 else torch.cat(rows, dim=-2)
-
 
 def check_intact(layers: Iterable[LayerRecord]) -> None:
     """Raise ``RuntimeError`` if a module no longer has the parameters the optimizer was given."""

@@ -16,6 +16,7 @@ from torch_locoprop.paper.fisher import running_average, second_moment
 from torch_locoprop.paper.gram import Gram
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.transfers import Linear
+from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import row_weight
 from torch_locoprop.solvers import Numbers
@@ -82,7 +83,7 @@ def local_problem(
         regularizer=method.regularizer,
         row_weight=row_weight(layer, of_each) if part else of_each,
         # A row's problem has the gradient of the row's own loss, not of its share in the mean.
-        g=_scaled(layer.gradients(), of_row) if "g" in target.needs else None,
+        g=_scaled(row_gradients.gradients(layer), of_row) if "g" in target.needs else None,
         v=_scaled(_post_gradients(layer, x), of_row) if "v" in target.needs else None,
         recorded=partial(_recorded, layer, of_row),
         fisher=fisher,
@@ -128,7 +129,7 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
     component = method.needs_fisher
     if component is None:
         return None
-    sampled = layer.sampled()
+    sampled = row_gradients.sampled(layer)
     if sampled is None:
         return running
     moment = second_moment(sampled)
@@ -162,11 +163,11 @@ def _before(
 
 def _post_gradients(layer: LayerRecord, x: Any) -> Tensor | None:
     """Return ∂L/∂y: recorded behind the transfer, or pulled back from ∂L/∂a through one in the loss."""
-    recorded = layer.post_gradients()
+    recorded = row_gradients.post_gradients(layer)
     if recorded is not None or isinstance(x, Gram):
         return recorded
     tensors = {name: layer.kind.matrix(name, p) for name, p in layer.tensors.items()}
-    return layer.pulled_back(layer.kind.linear_map.forward(x, **tensors))
+    return row_gradients.pulled_back(layer, layer.kind.linear_map.forward(x, **tensors))
 
 
 def _recorded(layer: LayerRecord, of_row: float) -> Tensor | None:
@@ -174,7 +175,7 @@ def _recorded(layer: LayerRecord, of_row: float) -> Tensor | None:
     if layer.obstacle:
         return None
     layer.rescale_row_gradients()
-    return _scaled(layer.weighted_gradients(), of_row)
+    return _scaled(row_gradients.weighted_gradients(layer), of_row)
 
 
 def _scaled(rows: Tensor | None, scale: float) -> Tensor | None:

@@ -17,6 +17,7 @@ from promises.zoo.models import Discriminator, Generator
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.recording import row_gradients
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Layer 'functional' has a gradient, but its forward was not called"
@@ -133,7 +134,7 @@ def test_what_was_recorded_is_the_whole_layer(name: str) -> None:
         if layer.name in (*case.silent, "functional"):
             assert not layer.calls
             continue
-        kind, x, g = layer.kind, layer.inputs(), layer.gradients()
+        kind, x, g = layer.kind, layer.inputs(), row_gradients.gradients(layer)
         tensors = {n: kind.matrix(n, p.detach()) for n, p in layer.tensors.items()}
         rows = torch.cat([kind.rows(out) for out in returned[layer.module]], -2)
         found = kind.linear_map.forward(x, **tensors)
