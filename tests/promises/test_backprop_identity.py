@@ -19,10 +19,8 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.transfers import get
-from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.transfer_assignment import assign_transfer
-from torch_locoprop.stepping.method import effective_variant
 
 SHAPES = {2: (7,), 3: (4, 3), 4: (2, 3, 2)}
 
@@ -73,7 +71,7 @@ def test_residual_at_the_start_is_gamma_times_the_gradient(variant: str, activat
     cross_entropy(model(x), y).backward()
     for layer in opt._layers:
         assign_transfer(layer, get("sigmoid"), None)
-        chosen, _ = effective_variant(VARIANTS[variant], layer)
+        chosen = opt._plan.of(layer).variant
         weight, bias = layer.tensors["weight"], layer.tensors["bias"]
         rows = layer.inputs()
         a = layer.kind.linear_map.forward(rows, weight.detach(), bias.detach())
