@@ -63,6 +63,14 @@ def test_the_page_has_every_number_and_every_setting(tmp_path: Path) -> None:
     assert task["about"]["data"] == data().metadata
 
 
+@pytest.mark.parametrize(("device", "shown"), [("cpu", None), ("cuda", 52.0)])
+def test_memory_is_that_of_a_gpu(tmp_path: Path, device: str, shown: float | None) -> None:
+    """On a CPU only the memory of the whole process is known, so it is left out."""
+    made(tmp_path / "a", [9.0, 4.0, 3.0], "adam", device=device)
+    (series,) = content(page_of(tmp_path))["tasks"][0]["series"]
+    assert (series["memory"] and series["memory"]["mean"]) == shown
+
+
 def test_text_of_runs_cannot_break_out(tmp_path: Path) -> None:
     evil = {"method": EVIL, "settings": {EVIL: EVIL}, "dataset": EVIL}
     made(tmp_path / "a", [9.0, 4.0], fields=evil, environment={EVIL: EVIL})

@@ -66,7 +66,7 @@ def test_timings_are_no_results(tmp_path: Path) -> None:
         ("config.json", '{"config": 3, "data": {}}', "config is 3, not an object"),
         ("config.json", '{"config": {"method": 3}, "data": {}}', "method in config.json is 3"),
         ("metrics.jsonl", "", "not even the untrained model"),
-        ("metrics.jsonl", "{", "metrics.jsonl is not an epoch"),
+        ("metrics.jsonl", "{\n", "metrics.jsonl is not an epoch"),
         ("metrics.jsonl", "3", "metrics.jsonl is not an epoch"),
         ("metrics.jsonl", '{"epoch": 0}', "metrics.jsonl is not an epoch"),
         ("metrics.jsonl", ROW % '"1"', "line 1 of metrics.jsonl is not epoch 0"),

@@ -148,12 +148,19 @@ def _series(series: Series, task: Task) -> dict[str, Any]:
         "test": _point(series.last(LOSSES["test"])),
         "seconds": _point(series.last(_seconds(alone))),
         "alone": alone is not None,
-        "memory": _point(series.last(lambda row: row.memory_mib)),
+        "memory": _memory(series),
         "epoch": max(run.last.epoch for run in series.runs),
         "seeds": list(series.seeds),
         "origin": series.runs[0].origin,
         "hyper_parameters": series.hyper_parameters,
     }
+
+
+def _memory(series: Series) -> dict[str, Any] | None:
+    """Return the peak memory of the GPU; None on a CPU, where only the whole process is measured."""
+    if any(run.config.get("device") != "cuda" for run in series.runs):
+        return None
+    return _point(series.last(lambda row: row.memory_mib))
 
 
 def _point(spread: Spread | None) -> dict[str, Any] | None:

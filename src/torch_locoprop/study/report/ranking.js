@@ -74,6 +74,9 @@ function rankingColumns(task, view) {
     value: (series) => series.hyper_parameters[name] ?? null,
     cell: (series) => (Object.hasOwn(series.hyper_parameters, name) ? setting(series.hyper_parameters[name]) : ""),
   }));
+  const memory = task.series.some((series) => series.memory)
+    ? [{ key: "memory", heading: "memory MiB", value: mean("memory"), cell: (s) => spreadCell(s.memory, 0) }]
+    : [];
   return [
     { key: "place", heading: "#", value: (s) => s.place, cell: (s) => whole(s.place) },
     { key: "method", heading: "method", value: (s) => s.label, cell: methodCell, text: true },
@@ -82,7 +85,7 @@ function rankingColumns(task, view) {
     { key: "reach", heading: `epochs to ${goal}`, value: (s) => reached(s, view.level), cell: (s) => whole(reached(s, view.level)) },
     { key: "reach-seconds", heading: `seconds to ${goal}`, value: seconds, cell: (s) => (seconds(s) === null ? "–" : seconds(s).toFixed(1)) },
     { key: "seconds", heading: "seconds", value: alone, cell: (s) => secondsCell(s, task) },
-    { key: "memory", heading: "memory MiB", value: mean("memory"), cell: (s) => spreadCell(s.memory, 0) },
+    ...memory,
     { key: "seeds", heading: "seeds", value: (s) => s.seeds.length, cell: (s) => s.seeds.join(", ") },
     { key: "origin", heading: "settings from", value: (s) => s.origin, cell: (s) => s.origin, text: true },
     ...settings,

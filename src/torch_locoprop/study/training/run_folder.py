@@ -153,8 +153,8 @@ class RunFolder:
             try:
                 rows.append(Metrics.from_dict(json.loads(line)))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                if not line.endswith("\n"):
-                    break
+                if isinstance(error, json.JSONDecodeError) and not line.endswith("\n"):
+                    break  # half of a JSON object is never valid JSON
                 raise RunError(
                     f"Line {number} of {path} is not an epoch ({error}). Delete the file: a run with a "
                     "checkpoint writes it again with --resume."
