@@ -15,7 +15,7 @@ from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_result import result_of
 
 RESULTS = Path(__file__).parents[3] / "results"
-LOSSES = [name for name in catalog.NAMES if name not in ("matching-loss", "costs")]
+LOSSES = catalog.LOSS_FIGURES
 SCALES = {"paper": PROTOCOL, "quick": QUICK}
 
 

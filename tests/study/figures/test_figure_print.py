@@ -18,11 +18,13 @@ from matplotlib.markers import CARETUP
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures import captions, catalog, loss_frame, matching_loss, style
 from torch_locoprop.study.figures.final_table import final_table
+from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.figures.profile import make_profile
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import IMAGES, QUICK
 from torch_locoprop.study.training import runner
 
-LOSSES = [name for name in catalog.NAMES if name not in ("matching-loss", "costs")]
+LOSSES = catalog.LOSS_FIGURES
 SCALES = {"paper": PROTOCOL, "quick": QUICK}
 WHITE = "#ffffff"
 
@@ -289,3 +291,27 @@ def test_the_table_has_mean_and_spread_over_seeds() -> None:
         "| SGD | diverged | diverged | 0 | not timed |",
     ]
     assert "seconds" not in final_table(lines[:2])
+    figure = catalog.loss_figure("first-order", small.SCALE)
+    assert "standard deviation" in captions.caption(figure, [lines], "title", [])
+    assert "standard deviation" not in captions.caption(figure, [lines[2:]], "title", [])
+
+
+RESULTS = Path(__file__).parents[3] / "results"
+
+
+@pytest.mark.skipif(not RESULTS.is_dir(), reason="a source distribution has no runs")
+def test_the_committed_figures_are_those_of_the_committed_runs(tmp_path: Path) -> None:
+    """Every figure has its three files, no font of type 3, and the caption of its runs."""
+    folder = RESULTS / "figures"
+    for name in catalog.NAMES:
+        assert (folder / f"{name}.png").is_file()
+        assert (folder / f"{name}.md").is_file()
+        assert b"/Type3" not in (folder / f"{name}.pdf").read_bytes()
+    wanted = {"scale": PROTOCOL, "folders": (RESULTS,), "without": (), "only_existing": True}
+    order = small.order(tmp_path, **wanted, images=Images(), seeds=(0, 1, 2))
+    making = small.Making(order)
+    made = [*making("standard", "relu"), make_profile(making.maker)]
+    for each in made:
+        text = each.files[2].read_text().partition("Made by")[0]
+        assert text
+        assert text == (folder / f"{each.name}.md").read_text().partition("Made by")[0]

@@ -196,6 +196,7 @@ def _make(
     from torch_locoprop.study.figures.cost_figure import make_costs
     from torch_locoprop.study.figures.loss_figures import Maker
     from torch_locoprop.study.figures.matching_loss import make_matching_loss
+    from torch_locoprop.study.figures.profile import make_profile
     from torch_locoprop.study.figures.run_jobs import using_threads
 
     console = messages()
@@ -213,7 +214,8 @@ def _make(
     try:
         made = [make_matching_loss(request)] if "matching-loss" in names else []
         with using_threads(request.scale.threads):
-            made += maker.loss_figures([n for n in names if n not in ("matching-loss", "costs")])
+            made += maker.loss_figures([n for n in names if n in catalog.LOSS_FIGURES])
+            made += [make_profile(maker)] if "profile" in names else []
             made += [make_costs(request, say)] if "costs" in names else []
     except KeyboardInterrupt as error:
         console.print(f"{stopped(error)}. Give the same command again to continue.", soft_wrap=True)

@@ -21,16 +21,20 @@ CUT = (
 )
 
 
+def on_data(heading: str, runs: Iterable[Found]) -> str:
+    """Return a heading with the data sets of some runs."""
+    return f"{heading} on {_listed(_unique(images.title_of(run.data) for run in runs))}"
+
+
 def title_of(figure: LossFigure, runs: Iterable[Found]) -> str:
     """Return the title of the picture, with the data sets of its runs."""
-    data = _unique(images.title_of(run.data) for run in runs)
-    return f"{figure.entry.heading} on {_listed(data)}"
+    return on_data(figure.entry.heading, runs)
 
 
 def with_data(panel: Panel, lines: Iterable[Drawn]) -> Panel:
     """Return a panel whose title names its data set."""
-    data = _unique(images.title_of(run.data) for line in lines for run in line.runs)
-    return replace(panel, title=f"{panel.title} on {_listed(data)}") if data else panel
+    runs = [run for line in lines for run in line.runs]
+    return replace(panel, title=on_data(panel.title, runs)) if runs else panel
 
 
 def subtitle_of(figure: LossFigure) -> str:
@@ -61,6 +65,8 @@ def caption(
             tasks[panel.task] = (panel, drawn)
     for panel, drawn in tasks.values():
         parts += [f"## {panel.title}" if len(tasks) > 1 else "", final_table(drawn)]
+    if any("±" in part for part in parts):
+        parts.append("±: the standard deviation over the seeds.")
     return "\n\n".join(filter(None, [*parts, *footer])) + "\n"
 
 

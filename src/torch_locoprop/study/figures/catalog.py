@@ -63,12 +63,14 @@ ENTRIES = (
     Entry("curves", "CURVES", "Figure 6 (c) and (f)", "Standard autoencoder"),
     Entry("batch-100", "Batches of 100", "Figure 7"),
     Entry("test-losses", "Test losses", "Figures 6 (d) to (f) and 8"),
+    Entry("profile", "Share of tasks within a factor of the best", "not in the paper"),
     Entry("costs", "Memory and time of a step beside the formulas", "Table 1"),
 )
 NAMES = tuple(entry.name for entry in ENTRIES)
-COMPARISONS = tuple(
-    name for name in NAMES if name not in ("matching-loss", "s-vs-m", "inner-solvers", "costs")
-)
+LOSS_FIGURES = tuple(name for name in NAMES if name not in ("matching-loss", "profile", "costs"))
+"""The figures that draw losses by epoch or by seconds."""
+
+COMPARISONS = tuple(name for name in LOSS_FIGURES if name not in ("s-vs-m", "inner-solvers"))
 """The figures that compare methods, to which others can be added."""
 
 

@@ -51,6 +51,25 @@ class Maker:
         self._time([config for figure in figures for config in figure.timed])
         return [self._draw(figure) for figure in figures]
 
+    def tasks(self) -> dict[str, list[Drawn]]:
+        """Return the lines of every task that compares methods; train missing runs first.
+
+        Tasks that have the same runs, as in quick figures, are one task.
+        """
+        scale, added = self.request.scale, self.request.added
+        figures = {
+            task: self._asked(catalog.loss_figure(task, scale, added)) for task in scale.tasks
+        }
+        self._run([config for figure in figures.values() for config in figure.configs])
+        found: dict[str, list[Drawn]] = {}
+        seen: list[tuple[RunConfig, ...]] = []
+        for task, figure in figures.items():
+            if figure.configs not in seen:
+                seen.append(figure.configs)
+                lines = ((each, self._found(each)) for each in figure.panels[0].series)
+                found[task] = [Drawn(each, runs) for each, runs in lines if runs]
+        return found
+
     def _asked(self, figure: LossFigure) -> LossFigure:
         """Return the figure with the settings, epochs and methods of the request."""
         figure = with_tuned(figure, self.request.tuned)
