@@ -24,6 +24,7 @@ from torch_locoprop.config.groups import (
 )
 from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer, get
+from torch_locoprop.recording.layer_record import TRANSFORMED
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
 from torch_locoprop.recording.transfer_assignment import give_transfers
@@ -184,6 +185,9 @@ class LocoProp(LayerOptimizer):
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)
+        transformed = [layer.name for layer in trained if layer.obstacle == TRANSFORMED]
+        if transformed:
+            self._notices.transformed(transformed)
         if any(layer.calls and not layer.decided for layer in self._layers):
             self._detect_transfers()
         groups = self._local_groups()

@@ -24,7 +24,12 @@ from torch_locoprop.fast.dispatch import overlap, streams
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording import backward_pass, node_marks, transfer_detection
+from torch_locoprop.recording import (
+    backward_pass,
+    function_transforms,
+    node_marks,
+    transfer_detection,
+)
 from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
 from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
@@ -109,6 +114,7 @@ class ModelHooks:
         """Drop everything that was recorded."""
         for layer in self.layers.values():
             layer.clear()
+            layer.transformed = False
         for pending in self._pending_calls:
             pending.release()
 
@@ -130,6 +136,9 @@ class ModelHooks:
             The layer's output, if another autograd node has to take its place; otherwise None.
         """
         kind = self._watched.get(module)
+        if function_transforms.are_active():
+            self._notice_transform(module, out)
+            return None
         if distributed.is_available() and distributed.is_initialized():
             self.processes = averaging_processes() or self.processes
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
@@ -171,6 +180,15 @@ class ModelHooks:
         if self._forward_outputs is not None and self._seed is not None and not out.is_nested:
             self._forward_outputs.append(LayerOutput(layer, mark, plain, kind.features))
         return None if plain is out else plain
+
+    def _notice_transform(self, module: nn.Module, out: object) -> None:
+        """Notice a call whose rows cannot be recorded, if its layer may get a gradient from it."""
+        layer = self.layers.get(module)
+        if layer is None or not layer.trained or not isinstance(out, Tensor):
+            return
+        if function_transforms.reaches_ordinary_autograd(out):
+            layer.transformed = True
+            self._watch_gradients(layer)
 
     def _search(self, tensor: Tensor, sink: Mark) -> None:
         """Search the autograd graph from a tensor backwards to the layers before it."""
@@ -272,7 +290,7 @@ class ModelHooks:
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End a forward pass of the whole model: search from its output, draw labels."""
         outputs, self._forward_outputs = self._forward_outputs or [], None
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or function_transforms.are_active():
             return
         if self.tracing:
             for tensor in sorted(_tensors(output), key=_is_scalar):

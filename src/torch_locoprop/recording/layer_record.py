@@ -30,6 +30,7 @@ from torch_locoprop.recording.gradient_changes import GradientNorms, Versions, w
 from torch_locoprop.recording.transfer_detection import Finding
 
 REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
+TRANSFORMED = "called inside a transform of torch.func: it takes BackProp steps"
 _NAMES = ("weight", "bias")
 
 # Random orders of samples, by seed, number of samples and device.
@@ -72,6 +73,7 @@ class LayerRecord:
     # What was recorded since the last step.
     calls: list[Call] = field(default_factory=list)
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
+    transformed: bool = False  # called inside a transform of torch.func since the last step
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
     shared_facts: SharedFacts | None = None  # what all processes know about the layer
@@ -157,6 +159,8 @@ class LayerRecord:
         Args:
             backward_pass: the id of the pass.
         """
+        if self.transformed:  # rows that are not recorded may have a part in the gradient
+            self.obstacle = TRANSFORMED
         if backward_pass in self._replacing:
             self._replacing.clear()
             self.calls.clear()

@@ -63,9 +63,12 @@ def trace(key: str, method: str, args: tuple[Any, ...]) -> Tensor | None:
     """
     if method == "after_layer":
         module, inputs, options, out = args
+        role = _role(key)
+        if role == "nothing":
+            return None
         tensors = call_inputs(_arguments(key), inputs, options)
-        return _trace_layer(_role(key), key, module, tensors, out)
-    if method == "after_model":
+        return _trace_layer(role, key, module, tensors, out)
+    if method == "after_model" and _role(key) != "nothing":
         tensors = _tensors(args[-1])
         scalars = [tensor for tensor in tensors if tensor.dim() == 0]
         # The functions for comptime read the local variables of this frame by their names.
@@ -81,7 +84,7 @@ def _trace_layer(
 
     The functions for ``comptime`` read the local variables of this frame by their names.
     """
-    if role == "nothing" or not out.requires_grad:
+    if not out.requires_grad:
         return None
     if out.is_nested:
         comptime(_note_nested)

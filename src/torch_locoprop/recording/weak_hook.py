@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from torch_locoprop.recording import function_transforms
+from torch_locoprop.recording.layer_record import TRANSFORMED
+
 if TYPE_CHECKING:
     from torch_locoprop.recording.hooks import ModelHooks
 
@@ -154,6 +157,10 @@ def role(key: str) -> str:
         return "nothing"
     owner = hook._owner()
     assert owner is not None
+    if function_transforms.are_active():
+        if hook._method == "after_layer" and module in owner.layers:
+            owner.layers[module].obstacle = TRANSFORMED
+        return "nothing"
     if any("fisher" in layer.needs for layer in owner.layers.values()):
         return "python"  # labels are drawn from the model's output in the forward pass
     if hook._method != "after_layer":

@@ -34,6 +34,15 @@ class Notices:
             "a layer takes one BackProp step now, and keeps copies of its inputs from now on.",
         )
 
+    def transformed(self, layers: Iterable[str]) -> None:
+        """Warn that layers are called where their rows cannot be recorded."""
+        self.once(
+            "transformed",
+            f"The forward of {_quoted(layers)} was called inside a transform of torch.func (vmap, "
+            "jacrev, ...), where rows cannot be recorded. Such a layer takes BackProp steps. torch.autograd.grad with "
+            "create_graph=True computes derivatives outside of transforms.",
+        )
+
     def not_called(self, layer: str) -> None:
         """Warn that a layer has a gradient although its forward was not called."""
         self.once(

@@ -1,0 +1,22 @@
+"""Tells whether code runs inside a transform of ``torch.func``, such as ``vmap`` or ``jacrev``.
+
+Inside a transform a tensor is a wrapper of another one, and autograd nodes belong to the transform. A
+layer's rows and gradients cannot be recorded there.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch._C import _functorch
+
+
+def are_active() -> bool:
+    """Return True inside a transform of ``torch.func``."""
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def reaches_ordinary_autograd(tensor: Tensor) -> bool:
+    """Return True if a later ``backward()`` outside of all transforms may go through a tensor."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
