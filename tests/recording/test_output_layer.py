@@ -367,3 +367,52 @@ def test_a_transfer_in_the_model_that_is_given_too(end: Callable[[Tensor], Tenso
         step(model, opt, batch(8, 4))
         assert list(transfers_of(opt).values()) == list(EXPECTED.values())
         assert opt._layers[-1].is_output
+
+
+WEIGHTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda w: w,
+    "normalized": F.normalize,
+    "standardized": lambda w: (w - w.mean(1, keepdim=True)) / w.std(1, keepdim=True),
+    "low rank": lambda w: w[:, :2] @ w[:2],
+    "masked": lambda w: w * (w.detach() > 0),
+}
+
+
+class ByFunction(nn.Module):
+    """An embedding, and logits by a product with a weight that a function computes."""
+
+    def __init__(self, weight: Callable[[Tensor], Tensor], returns_embedding: bool) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 8).double()
+        self.w = nn.Parameter(torch.randn(8, 8, dtype=torch.float64))
+        self.weight, self.returns_embedding = weight, returns_embedding
+
+    def forward(self, x: Tensor) -> Any:
+        embedding = self.fc(x)
+        logits = F.linear(F.normalize(embedding), self.weight(self.w))
+        return (logits, embedding) if self.returns_embedding else logits
+
+
+@pytest.mark.parametrize("returns_embedding", [True, False])
+@pytest.mark.parametrize("backend", [None, "eager"])
+@pytest.mark.parametrize("weight", WEIGHTS.values(), ids=WEIGHTS.keys())
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
+def test_a_layer_before_a_computed_weight_is_not_the_output(
+    weight: Callable[[Tensor], Tensor], backend: str | None, returns_embedding: bool
+) -> None:
+    torch.compiler.reset()
+    model = ByFunction(weight, returns_embedding)
+    opt = LocoProp(
+        model,
+        variant="locoprop-m",
+        lr=1e-3,
+        loss_fn=nn.CrossEntropyLoss(),
+        fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
+    found = (model if backend is None else torch.compile(model, backend=backend))(batch(9, 6))
+    logits = found[0] if returns_embedding else found
+    F.cross_entropy(logits, torch.arange(9) % 8).backward()
+    opt.step()
+    assert not opt._layers[0].is_output
+    assert opt._layers[0].transfer is None

@@ -72,6 +72,13 @@ _INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {
 
 _SOFTPLUS_THRESHOLD = 20  # PyTorch's default
 
+# Nodes of matrix products and convolutions.
+_PRODUCTS = {
+    f"{name}Backward0"
+    for name in ("Mm", "Addmm", "Bmm", "Baddbmm", "Mv", "Addmv", "Linear", "Convolution")
+}
+_LARGEST_WEIGHT = 50  # nodes in the autograd graph of a computed weight
+
 _COMPILED = "followed by CompiledFunction"
 _NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBackward0"}
 
@@ -183,13 +190,34 @@ def _transfer_of(node: Node) -> Transfer | None:
 
 
 def _has_parameters(node: Node) -> bool:
-    """Return True if a leaf that requires a gradient enters a node, directly or transposed."""
-    for below, _ in node.next_functions:
-        if below is not None and below.name() == "TBackward0":
-            below = below.next_functions[0][0]
-        if below is not None and below.name().endswith("AccumulateGrad"):
+    """Return True if a parameter enters a node: a leaf, transposed or not, or a computed weight.
+
+    A weight that is computed, as ``F.normalize(W)`` in a cosine head is, is looked for in products.
+    """
+    inputs = [below for below, _ in node.next_functions if below is not None]
+    if node.name() in _PRODUCTS and any(map(_is_computed_weight, inputs)):
+        return True
+    for below in inputs:
+        leaf = below.next_functions[0][0] if below.name() == "TBackward0" else below
+        if leaf is not None and leaf.name().endswith("AccumulateGrad"):
             return True
     return False
+
+
+def _is_computed_weight(node: Node) -> bool:
+    """Return True if a few operations compute a node's output from leaves and from no layer."""
+    stack, seen, leaves = [node], set(), 0
+    while stack:
+        below = stack.pop()
+        if below in seen:
+            continue
+        seen.add(below)
+        mark = node_notes(below).get(KEY)
+        if len(seen) > _LARGEST_WEIGHT or (mark is not None and mark.is_layer):
+            return False
+        leaves += below.name().endswith("AccumulateGrad")
+        stack += [function for function, _ in below.next_functions if function is not None]
+    return leaves > 0
 
 
 def _shape(node: Any) -> list[int]:

@@ -39,8 +39,8 @@ class Notices:
         self.once(
             "transformed",
             f"The forward of {_quoted(layers)} was called inside a transform of torch.func (vmap, "
-            "jacrev, ...), where rows cannot be recorded. Such a layer takes BackProp steps. torch.autograd.grad with "
-            "create_graph=True computes derivatives outside of transforms.",
+            "jacrev, ...), where rows cannot be recorded. Such a layer takes BackProp steps. What "
+            "torch.autograd.grad(..., create_graph=True) computes is recorded.",
         )
 
     def not_called(self, layer: str) -> None:
