@@ -93,6 +93,13 @@ def test_every_line_is_dark_enough_to_be_seen_on_white() -> None:
         assert contrast(shade, WHITE) >= 3
 
 
+def test_dashes_have_more_ink_than_a_third() -> None:
+    """Sparse dots are lost in print."""
+    for dashes in (*style.DASHES[1:], *style.OVER):
+        lengths = dashes[1]
+        assert sum(lengths[::2]) / sum(lengths) > 1 / 3
+
+
 def test_no_two_methods_share_a_marker() -> None:
     markers = [methods.marker(name) for name in methods.names()]
     assert len(set(markers)) == len(markers)
