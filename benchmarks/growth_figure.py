@@ -16,6 +16,8 @@ from torch_locoprop.study.figures.costs import BASELINE
 from torch_locoprop.study.methods import colour, label
 
 METHODS = ("locoprop-m", "locoprop-s")
+WIDTHS = (3.6, 1.6)
+"""The first line is wider, as the second one covers it where they coincide."""
 VARIED = {
     "batch": "batch b",
     "width": "width d",
@@ -115,12 +117,14 @@ def draw(content: dict[str, Any]) -> Figure:
 
 
 def _panel(axes: Axes, content: dict[str, Any], varied: str, measure: str) -> None:
-    for method in METHODS:
+    for method, width in zip(METHODS, WIDTHS, strict=True):
         line = list(values(content, method, varied, measure))
         seen = [(v.at, v.measured) for v in line if v.measured is not None and v.measured > 0]
         paint = colour(method)
-        axes.plot(*zip(*seen, strict=True), "o-", color=paint, lw=1.9, ms=4, label=label(method))
-        axes.plot([v.at for v in line], [v.formula for v in line], "--", color=paint, lw=1.1)
+        mark: dict[str, Any] = {**style.marker_look(method), "ms": 2.5 + 1.5 * width}
+        axes.plot(*zip(*seen, strict=True), color=paint, lw=width, label=label(method), **mark)
+        formulas = [v.formula for v in line]
+        axes.plot([v.at for v in line], formulas, "--", color=paint, lw=0.6 * width)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.xaxis.set_major_locator(FixedLocator([value.at for value in line]))

@@ -78,3 +78,12 @@ def test_figure_and_table_come_from_a_file(
     printed = capsys.readouterr().out
     assert "| batch = 20 |" in printed
     assert "| T = 1 |" in printed
+
+
+def test_lines_that_coincide_are_both_seen(content: dict[str, Any]) -> None:
+    for axes in growth_figure.draw(content).axes:
+        measured = [line for line in axes.lines if line.get_linestyle() == "-"]
+        first, second = measured
+        assert first.get_linewidth() > 2 * second.get_linewidth()
+        assert first.get_markersize() > second.get_markersize()
+        assert first.get_marker() != second.get_marker()

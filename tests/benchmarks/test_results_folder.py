@@ -79,3 +79,9 @@ def test_commits_are_those_that_added_the_runs(tmp_path: Path) -> None:
         "first/config.json": first,
         "second/config.json": second,
     }
+
+
+def test_the_figures_of_the_benchmarks_have_no_font_of_type_3() -> None:
+    pictures = list((RESULTS.parent / "benchmarks" / "results").glob("*.pdf"))
+    assert len(pictures) >= 6
+    assert not [path.name for path in pictures if b"/Type3" in path.read_bytes()]
