@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,57 @@ def test_an_empty_batch_moves_nothing(case: dict[str, Any]) -> None:
     opt.step()
     assert_close(weights(model), before, 0.0)
     assert not any(opt.skipped_updates.values())
+
+
+EMPTY_MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: network(), (6,)),
+    "convolution": (lambda: convolutions(nn.Conv2d), (4, 6, 6)),
+    "grouped": (lambda: convolutions(nn.Conv2d, groups=2), (4, 6, 6)),
+    "transposed": (lambda: convolutions(nn.ConvTranspose2d, groups=2, stride=2), (4, 6, 6)),
+    "padded": (lambda: convolutions(nn.Conv2d, padding=1, padding_mode="circular"), (4, 6, 6)),
+}
+
+
+def convolutions(kind: type[nn.Module], **options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(kind(4, 4, 3, **options), nn.Tanh(), kind(4, 2, 3)).double()
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *({"variant": v} for v in ("locoprop-s", "locoprop-m", "pocoprop-m", "natural-s")),
+        {"variant": "locoprop-s", "solver": "exact"},
+        {"variant": "locoprop-m", "gate": True},
+        {"variant": "locoprop-m", "max_rows": 3},
+        {"variant": "locoprop-s", "max_rows": 3},
+        {"variant": "locoprop-s", "max_rows": 64},
+        {"variant": "locoprop-m", "local_reduction": "mean"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", EMPTY_MODELS)
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0,), (0, 0)])
+def test_calls_without_rows(case: dict[str, Any], name: str, sizes: tuple[int, ...]) -> None:
+    """They change nothing: experts, proposals, or an empty micro-batch."""
+    results = []
+    for own in (sizes, tuple(size for size in sizes if size)):
+        make, shape = EMPTY_MODELS[name]
+        model = make()
+        opt = LocoProp(model, lr=1e-3, momentum=0.0, output_transfer="linear", **case)
+        before = weights(model)
+        for step in range(2):
+            opt.zero_grad()
+            parts = [model(batch(size, *shape, seed=step)).square().sum() for size in own]
+            if parts:
+                sum(parts).backward()
+                opt.step()
+        assert not any(opt.skipped_updates.values())
+        results.append(weights(model))
+        assert torch.equal(before[0], weights(model)[0]) == (not any(own))
+    # max_rows and the labels of natural-s are drawn for each call by its number.
+    if "max_rows" not in case and case["variant"] != "natural-s":
+        assert_close(*results, 1e-12)
 
 
 WIDTH_ZERO = pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")

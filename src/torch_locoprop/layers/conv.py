@@ -112,13 +112,13 @@ class ConvMap:
         rows = tensor.movedim(1, -1).flatten(0, -2)
         if self.groups == 1:
             return rows
-        return rows.reshape(len(rows), self.groups, -1).transpose(0, 1)
+        return rows.reshape(len(rows), self.groups, rows.shape[-1] // self.groups).transpose(0, 1)
 
     def _as_output(self, images: Images, rows: Tensor) -> Tensor:
         """Return the rows of one call as its output; the inverse of :meth:`rows`."""
         if self.groups > 1:
             rows = rows.transpose(0, 1).flatten(1)
-        return rows.reshape(len(images.x), *images.size, -1).movedim(-1, 1)
+        return rows.reshape(len(images.x), *images.size, self.d).movedim(-1, 1)
 
     # ---- products --------------------------------------------------------------------------------
 

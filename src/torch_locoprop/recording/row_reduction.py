@@ -109,9 +109,9 @@ def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
     for call in layer.calls:
         samples = layer.samples_of(call)
         kept = samples if call.kept is None else len(call.kept)
-        rows = layer.rows_of(call) // samples * kept
+        rows = layer.rows_of(call) // max(samples, 1) * kept
         weight = layer.tensors["weight"]
-        parts.append(weight.new_full((rows, 1), of_each * samples / kept))
+        parts.append(weight.new_full((rows, 1), of_each * samples / max(kept, 1)))
     return torch.cat(parts)
 
 
