@@ -25,7 +25,7 @@ from torch_locoprop.config.groups import (
 from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.recording.layer_record import TRANSFORMED
-from torch_locoprop.recording.loss_inspection import transfer_inside
+from torch_locoprop.recording.loss_inspection import facts_of, transfer_inside
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
 from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
@@ -111,7 +111,7 @@ class LocoProp(LayerOptimizer):
         self._given_transfers = dict(transfers or {})
         self._output_transfer = None if output_transfer is None else get(output_transfer)
         self._loss_transfer = None if loss_fn is None else transfer_inside(loss_fn)
-        self._loss_sums = None if loss_fn is None else getattr(loss_fn, "reduction", "") == "sum"
+        self._loss_facts = None if loss_fn is None else facts_of(loss_fn)
         self._fallback, self._fallback_factory = None, fallback
         self._measurements = {} if diagnose else None
         self._fisher_missing = self._attached = False

@@ -33,7 +33,7 @@ from torch_locoprop.recording import (
 from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
 from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.recording.loss_inspection import sums_terms
+from torch_locoprop.recording.loss_inspection import LossFacts, inspect_loss
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.row_gradients import has_v
 from torch_locoprop.recording.transfer_assignment import NESTED
@@ -62,7 +62,7 @@ class ModelHooks:
     ) -> None:
         self.layers = {layer.module: layer for layer in layers}
         self.tracing = True  # search the autograd graph for transfers
-        self.loss_sums: bool | None = None  # a closure's loss sums its terms; None: not known
+        self.loss_facts = LossFacts(None, by_row=False)  # of the loss that a closure returns
         self.before_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self.record_post_gradients = False  # record ∂L/∂y
         self.processes: Any = None  # the process group that averages gradients, once seen
@@ -122,8 +122,8 @@ class ModelHooks:
         """Search the loss that a closure returned for the output's transfer and its reduction."""
         if not isinstance(loss, Tensor):
             return
-        if self.loss_sums is None:
-            self.loss_sums = sums_terms(loss)
+        if self.loss_facts.sums is None:
+            self.loss_facts = inspect_loss(loss)
         if self.tracing:
             transfer_detection.trace(loss, MODEL_OUTPUT)
 

@@ -5,6 +5,8 @@ Transfers inside the model are found by ``transfer_detection.py``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 from torch.autograd.graph import Node
 
@@ -19,6 +21,7 @@ from torch_locoprop.recording.node_marks import (
 
 _MEAN, _SUM = 1, 2  # the values of a reduction in PyTorch's autograd nodes
 
+_OF_CLASSES = ("CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss")
 _LOSS_TRANSFERS = {
     "BCEWithLogitsLoss": "sigmoid",
     "binary_cross_entropy_with_logits": "sigmoid",
@@ -55,13 +58,27 @@ def transfer_inside(loss_fn: object) -> Transfer | None:
     return None if known is None else transfers.get(known)
 
 
-def sums_terms(loss: Tensor) -> bool | None:
-    """Return True if a loss sums its terms, False if it averages them, None if that is not known.
+class LossFacts(NamedTuple):
+    """What the autograd graph of a loss tells about its terms."""
+
+    sums: bool | None  # True: it sums its terms; False: it averages them; None: not known
+    by_row: bool  # one term for each row, as the losses of classes have
+
+
+def facts_of(loss_fn: object) -> LossFacts:
+    """Return what is known about the terms of one of the losses of :func:`transfer_inside`."""
+    name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
+    return LossFacts(getattr(loss_fn, "reduction", "") == "sum", name in _OF_CLASSES)
+
+
+def inspect_loss(loss: Tensor) -> LossFacts:
+    """Return what the autograd graph of a loss tells about its terms.
 
     A sum that is changed afterwards, for example divided by the number of terms, may be a mean: its
-    autograd graph gives None.
+    autograd graph does not tell.
     """
     found: set[object] = set()
+    names: set[str] = set()
     seen: set[tuple[Node, bool]] = set()
     stack = [(loss.grad_fn, True)]  # nodes; True if the node's output enters the loss unchanged
     while stack:
@@ -81,4 +98,8 @@ def sums_terms(loss: Tensor) -> bool | None:
             stack += [(below, unchanged) for below, _ in node.next_functions]
         else:
             found.add(reduction if unchanged or reduction == _MEAN else None)
-    return None if len(found) != 1 or not found <= {_MEAN, _SUM} else _SUM in found
+            names.add(node.name())
+    sums = None if len(found) != 1 or not found <= {_MEAN, _SUM} else _SUM in found
+    by_row = bool(names) and all(name.startswith("NllLoss") for name in names)
+    mixed = not by_row and any(name.startswith("NllLoss") for name in names)
+    return LossFacts(None if mixed and sums else sums, by_row)

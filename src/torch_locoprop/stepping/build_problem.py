@@ -138,17 +138,19 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
     return running_average(running, moment, component.decay)
 
 
-def count_loss_terms(layers: Sequence[LayerRecord]) -> int | None:
-    """Return how many terms a loss that sums has: rows, times features unless it is a softmax.
+def count_loss_terms(layers: Sequence[LayerRecord], by_row: bool) -> int | None:
+    """Return how many terms a loss that sums has.
 
     None if no layer's output is the model's, or several are: their losses may be one or many.
+
+    Args:
+        layers: all layers with a local problem.
+        by_row: the loss has one term for each row; otherwise one for each row and feature.
     """
-    terms = []
-    for layer in layers:
-        if layer.calls and layer.is_output:
-            classes = layer.transfer is not None and not layer.transfer.elementwise
-            terms.append((1 if classes else layer.width) * layer.row_count)
-    return terms[0] if len(terms) == 1 else None
+    outputs = [layer for layer in layers if layer.calls and layer.is_output]
+    if len(outputs) != 1:
+        return None
+    return (1 if by_row else outputs[0].width) * outputs[0].row_count
 
 
 def _before(

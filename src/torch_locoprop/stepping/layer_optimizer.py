@@ -25,6 +25,7 @@ from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_intact
+from torch_locoprop.recording.loss_inspection import LossFacts
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.recording.transfer_assignment import decide_all, give_transfers
 from torch_locoprop.stepping.build_problem import count_loss_terms
@@ -46,7 +47,7 @@ _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a hos
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
 _KEPT = (
     *("_model", "_components", "_given_transfers", "_output_transfer", "_loss_transfer"),
-    *("_loss_sums", "_fallback", "_outer", "_apply", "_patterns", "_measurements", "_replays"),
+    *("_loss_facts", "_fallback", "_outer", "_apply", "_patterns", "_measurements", "_replays"),
     *("_notices", "_fisher_missing"),
 )
 
@@ -59,7 +60,7 @@ class LayerOptimizer(WithFallback):
     _given_transfers: dict[str, str | Transfer]  # by module name
     _output_transfer: Transfer | None
     _loss_transfer: Transfer | None  # read from loss_fn
-    _loss_sums: bool | None  # whether loss_fn sums its terms
+    _loss_facts: LossFacts | None  # read from loss_fn
     _notices: Notices
     _patterns: tuple[str, ...] | None  # of the layers to serve
     _measurements: Measurements | None
@@ -203,10 +204,10 @@ class LayerOptimizer(WithFallback):
 
     def _loss_terms(self) -> float:
         """Return how many terms the loss sums, where averages are asked for; otherwise 1."""
-        sums = self._hooks.loss_sums if self._loss_sums is None else self._loss_sums
-        if not sums:
+        facts = self._hooks.loss_facts if self._loss_facts is None else self._loss_facts
+        if not facts.sums:
             return 1.0
-        terms = count_loss_terms(self._layers)
+        terms = count_loss_terms(self._layers, facts.by_row)
         if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
             self._notices.unknown_terms()
         return float(terms or 1)

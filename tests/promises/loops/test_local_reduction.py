@@ -198,3 +198,68 @@ def test_what_is_done_to_a_sum_is_seen(first: str) -> None:
         results.append(weights(model))
     assert_close(results[1], results[0], 1e-10)
     assert_close(results[2], results[0], 1e-10)
+
+
+def ends(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, closure: bool) -> list[Tensor]:
+    """Return the weights after two steps, with the loss given or returned by a closure."""
+    opt = LocoProp(
+        model,
+        variant="locoprop-s",
+        solver="sgd",
+        momentum=0.0,
+        lr=0.3,
+        gamma=4.0,
+        local_reduction="mean",
+        loss_fn=None if closure else loss,
+        fallback=lambda ps: torch.optim.SGD(ps, lr=0.0),
+    )
+
+    def backward() -> Tensor:
+        opt.zero_grad()
+        found = loss(model(x), y)
+        found.backward()
+        return found
+
+    for _ in range(2):
+        if closure:
+            opt.step(backward)
+        else:
+            backward()
+            opt.step()
+    return weights(model)
+
+
+@pytest.mark.parametrize("closure", [True, False])
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.MSELoss])
+@pytest.mark.parametrize("end", [nn.Identity, lambda: nn.Softmax(1)])
+def test_the_loss_tells_its_number_of_terms(closure: bool, loss: Any, end: Any) -> None:
+    """Classes of pixels have a softmax over the channels, which is no transfer of the layer."""
+    x = batch(2, 3, 6, 6)
+    y = (10 * batch(2, 6, 6)).long() % 4 if loss is nn.CrossEntropyLoss else batch(2, 4, 6, 6)
+    results = []
+    for reduction in ("mean", "sum"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1), end())
+        results.append(ends(model.double(), loss(reduction=reduction), x, y, closure))
+    assert_close(*results, 1e-12)
+
+
+class Cosine(nn.Module):
+    """A classifier whose weight is normalized: no layer with a local problem is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(6, 8).double()
+        self.w = nn.Parameter(torch.randn(5, 8, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(self.fc(x).tanh(), nn.functional.normalize(self.w))
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_terms_behind_a_cosine_head_are_not_known(closure: bool) -> None:
+    x, y = batch(12, 6), torch.arange(12) % 5
+    with pytest.warns(UserWarning, match="That number is not known"):
+        ends(Cosine(), nn.CrossEntropyLoss(reduction="sum"), x, y, closure)
+    ends(Cosine(), nn.CrossEntropyLoss(), x, y, closure)  # no warning
