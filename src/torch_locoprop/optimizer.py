@@ -198,7 +198,10 @@ class LocoProp(LayerOptimizer):
         if any(group["state_of"] != group["solver"] for group in groups):
             forget_other_solvers(groups, self.state)
         terms = self._loss_terms()
-        if self._hooks.processes is not None:
+        if self._hooks.processes is not None and not self._hooks.averaged:
+            for layer in trained:  # a step inside no_sync(): each process has a problem of its own
+                layer.shared_facts = None
+        elif self._hooks.processes is not None:
             terms = agree(self._hooks.processes, list(trained), terms)
         elif distributed.is_available() and distributed.is_initialized() and self._drifts():
             self._notices.drifting()

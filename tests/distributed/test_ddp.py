@@ -37,6 +37,11 @@ def outer(params: list[nn.Parameter]) -> Optimizer:
 
 
 UNEVEN = "19 rows and 5"
+ALONE = "step() inside no_sync()"
+LOCAL = {
+    variant: Case({"variant": variant, "solver": "sgd", "momentum": 0.0}, order=ALONE)
+    for variant in ("locoprop-s", "locoprop-m", "pocoprop-m")
+}
 SUMS = nn.BCEWithLogitsLoss(reduction="sum")
 TRANSFERS = {"0": "tanh", "2": "tanh", "4": "sigmoid"}
 
@@ -144,7 +149,8 @@ def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> lis
         x = torch.rand(ROWS, 6, generator=numbers).to(next(model.parameters()))[part]
         for i, some in enumerate(x.chunk(case.passes)):
             if isinstance(called, DistributedDataParallel):
-                called.require_backward_grad_sync = i == case.passes - 1  # what no_sync() sets
+                last = i == case.passes - 1 and case.order != ALONE
+                called.require_backward_grad_sync = last  # what no_sync() sets
             loss = binary_cross_entropy_with_logits(called(some), some)
             if case.order == "zero_grad() before backward()":
                 opt.zero_grad()
@@ -185,6 +191,11 @@ def _in_a_process(rank: int, folder: str) -> None:
             warnings.filterwarnings("error", message=".*drift apart.*")
             wrapped = DistributedDataParallel(model, find_unused_parameters=case.order == "branch")
             found[name] = trained(case, wrapped, model, part)
+    half = slice(*(0, ROWS // 2, ROWS)[rank : rank + 2])
+    for name, case in LOCAL.items():
+        model = network(case)
+        wrapped = DistributedDataParallel(model)
+        found[f"alone {name}"] = trained(case, wrapped, model, half)
     torch.save(found, f"{folder}/{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -236,3 +247,16 @@ def test_they_are_one_process_with_the_whole_batch(
         )
         torch.testing.assert_close(half - start, whole - start, **near)
         assert not torch.equal(whole, start)
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_steps_inside_no_sync_are_those_of_each_process_alone(
+    name: str, in_two: list[dict[str, list[Tensor]]]
+) -> None:
+    for rank, found in enumerate(in_two):
+        model = network(LOCAL[name])
+        part = slice(*(0, ROWS // 2, ROWS)[rank : rank + 2])
+        expected = trained(LOCAL[name], model, model, part)
+        for one, other in zip(found[f"alone {name}"], expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert not torch.equal(in_two[0][f"alone {name}"][0], in_two[1][f"alone {name}"][0])

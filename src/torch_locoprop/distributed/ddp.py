@@ -108,6 +108,15 @@ def averaging_processes() -> Any:
     return wrapper.process_group
 
 
+def are_averaged() -> bool:
+    """Return True if the DDP module whose forward pass is running will average gradients.
+
+    Inside its context ``no_sync()`` it will not.
+    """
+    wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    return wrapper is None or bool(wrapper.require_backward_grad_sync)
+
+
 def agree(
     group: Any, layers: Sequence[LayerFacts], terms: float, device: torch.device
 ) -> tuple[list[SharedFacts], float]:

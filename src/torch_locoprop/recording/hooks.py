@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from torch_locoprop.distributed.ddp import averaging_processes
+from torch_locoprop.distributed.ddp import are_averaged, averaging_processes
 from torch_locoprop.fast.dispatch import overlap, streams
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
@@ -66,6 +66,7 @@ class ModelHooks:
         self.before_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self.record_post_gradients = False  # record ∂L/∂y
         self.processes: Any = None  # the process group that averages gradients, once seen
+        self.averaged = True  # it averages those of the last forward pass: not under no_sync()
         self.compiled_graphs: set[CompiledGraph] = set()  # those that call a watched layer
         self.leaves: set[int] = set()  # ids of leaves used by operations outside of layers
         self.serial = next(serials)
@@ -140,7 +141,9 @@ class ModelHooks:
             self._notice_transform(module, out)
             return None
         if distributed.is_available() and distributed.is_initialized():
-            self.processes = averaging_processes() or self.processes
+            running = averaging_processes()
+            if running is not None:
+                self.processes, self.averaged = running, are_averaged()
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
         layer = self.layers.get(module)
