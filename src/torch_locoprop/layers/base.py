@@ -183,6 +183,11 @@ def unusual_tensors(module: nn.Module) -> str | None:
             return f"its {name} is computed (parametrized), not a parameter"
     if weight is None:
         return "it has no weight"
+    bias = own["bias"]
+    if weight.dim() < 2 or (bias is not None and bias.dim() != 1):
+        return (
+            "its weight or bias is flattened, as shards of FSDP are, or has another unusual shape"
+        )
     if weight.is_complex():
         return "local problems are real, and its weight is complex"
     if is_traceable_wrapper_subclass(weight):
