@@ -138,6 +138,17 @@ def network(case: Case) -> nn.Sequential:
     return model if case.order == "float()" else model.double()
 
 
+def summary_of_a_branch(rank: int) -> str:
+    """Return the summary after one step of a model whose branch the first process alone calls."""
+    model = network(Case(order="branch"))
+    cast(Branched, model).used = rank == 0
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-3, output_transfer="sigmoid")
+    wrapped(torch.rand(5, 6).double()).square().sum().backward()
+    opt.step()
+    return opt.summary()
+
+
 def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> list[Tensor]:
     """Return the weights after some steps on a part of every batch, and measured local losses."""
     own = {"lr": 1e-3, "gamma": 2.0, "local_steps": 4, "output_transfer": "sigmoid"}
@@ -197,6 +208,7 @@ def _in_a_process(rank: int, folder: str) -> None:
         wrapped = DistributedDataParallel(model)
         found[f"alone {name}"] = trained(case, wrapped, model, half)
     torch.save(found, f"{folder}/{rank}.pt")
+    Path(folder, f"{rank}.txt").write_text(summary_of_a_branch(rank))
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
@@ -207,7 +219,10 @@ def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tens
         pytest.skip("this torch has no processes")
     folder = Path(tmp_path_factory.mktemp("ddp"))
     spawn(_in_a_process, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    for rank, one in enumerate(found):
+        one["summary"] = (folder / f"{rank}.txt").read_text()
+    return found
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -260,3 +275,12 @@ def test_steps_inside_no_sync_are_those_of_each_process_alone(
         for one, other in zip(found[f"alone {name}"], expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     assert not torch.equal(in_two[0][f"alone {name}"][0], in_two[1][f"alone {name}"][0])
+
+
+def test_a_layer_that_another_process_alone_has_rows_for(in_two: list[dict[str, Any]]) -> None:
+    rows = [
+        next(row for row in found["summary"].splitlines() if row.startswith("branch"))
+        for found in in_two
+    ]
+    assert "other processes" not in rows[0]
+    assert "only rows of other processes have reached it: it takes BackProp steps" in rows[1]

@@ -154,6 +154,24 @@ def test_a_functional_use_of_a_weight_takes_a_backprop_step() -> None:
     assert_close([model.two.weight.detach()], [expected])
 
 
+def test_a_layer_whose_derivative_alone_is_used_is_told_apart() -> None:
+    """Force matching: the loss depends on ∂E/∂x, and not on the last layer's output."""
+    model = Net(torch.tanh)
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-2, solver="sgd", gamma=2.0, momentum=0.0)
+    x = batch(8, 6).requires_grad_()
+    (force,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (force - 1).square().mean().backward()
+    expected = model.two.weight.detach() - 1e-2 * 2.0 * model.two.weight.grad
+    with pytest.warns(UserWarning, match="'two' was called .* no backward pass went through its"):
+        opt.step()
+    assert_close([model.two.weight.detach()], [expected])
+    assert "no backward pass goes through its output: it takes BackProp steps" in opt.summary()
+    opt.zero_grad()
+    model(x).square().sum().backward()
+    opt.step()
+    assert "no backward pass" not in opt.summary()
+
+
 def test_a_penalty_on_the_weights_is_part_of_the_problem() -> None:
     """The problem uses ``p.grad``, not only the gradient that flows through the layer."""
     model = Net(torch.tanh)
@@ -320,6 +338,17 @@ def test_a_subclass_may_take_arguments_of_its_own(
     rows = opt.summary().splitlines()
     assert rows[2].split()[3:5] == ["tanh", "locoprop-m"]
     assert not opt._layers[0].is_output
+
+
+def test_flattened_weights_and_unusual_biases_fall_back() -> None:
+    """Shards of FSDP with ``use_orig_params=True`` are vectors, of which some are empty."""
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+    model[0].weight = nn.Parameter(torch.zeros(8))
+    model[1].weight = nn.Parameter(torch.zeros(0))
+    model[2].bias = nn.Parameter(torch.zeros(1, 4))
+    opt = LocoProp(model, variant="locoprop-s", fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    assert [layer.name for layer in opt._layers] == ["3"]
+    assert opt.summary().count("its weight or bias is flattened, as shards of FSDP are") == 3
 
 
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "proxprop"])

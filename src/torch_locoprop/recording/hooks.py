@@ -115,7 +115,7 @@ class ModelHooks:
         """Drop everything that was recorded."""
         for layer in self.layers.values():
             layer.clear()
-            layer.transformed = False
+            layer.called = layer.transformed = False
         for pending in self._pending_calls:
             pending.release()
 
@@ -137,6 +137,9 @@ class ModelHooks:
             The layer's output, if another autograd node has to take its place; otherwise None.
         """
         kind = self._watched.get(module)
+        layer = self.layers.get(module)
+        if layer is not None:
+            layer.called = True
         if function_transforms.are_active():
             self._notice_transform(module, out)
             return None
@@ -146,7 +149,6 @@ class ModelHooks:
                 self.processes, self.averaged = running, are_averaged()
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
-        layer = self.layers.get(module)
         if layer is not None and (not layer.is_intact or layer.notice_new_forward()):
             layer = None  # called with other parameters, or to compute something else
         if len(kind.arguments) == 1 and args and isinstance(args[0], Tensor):

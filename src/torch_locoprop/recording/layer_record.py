@@ -73,6 +73,7 @@ class LayerRecord:
     # What was recorded since the last step.
     calls: list[Call] = field(default_factory=list)
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
+    called: bool = False  # since the last step, with gradients or without
     transformed: bool = False  # called inside a transform of torch.func since the last step
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event

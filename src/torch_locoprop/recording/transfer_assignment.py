@@ -25,6 +25,7 @@ IN_PIECES = "compiled in pieces: labels are drawn by hooks, which break the grap
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NESTED = "its inputs are nested tensors: it takes BackProp steps"
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
+NOT_REACHED = "no backward pass goes through its output: it takes BackProp steps"
 USED_ELSEWHERE = "its weight is used outside of its forward too: it takes BackProp steps"
 
 

@@ -67,6 +67,8 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, steps: int, in_model: bool) -
     transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
     if not (layer.decided or layer.explicit or layer.note or layer.obstacle):
         note = "no backward pass has reached it yet" if steps else DETECTED_LATER
+        if layer.shared_facts is not None and layer.shared_facts.rows > 0:
+            note = "only rows of other processes have reached it: it takes BackProp steps"
     if not layer.trained:
         note = "frozen"
     shape = _shapes([layer.tensors["weight"]])

@@ -82,7 +82,9 @@ def check_recorded(layers: Iterable[LayerRecord]) -> None:
             "models with hooks from models without. Set "
             "torch._dynamo.config.skip_nnmodule_hook_guards = False. "
             "(3) Compiled autograd is on, which runs no hooks. Turn it off. "
-            "(4) nn.DataParallel is used, whose replicas have no hooks. Use DistributedDataParallel."
+            "(4) nn.DataParallel is used, whose replicas have no hooks. Use DistributedDataParallel. "
+            "(5) The backward pass ran inside a compiled function, which runs no hooks. Compile the "
+            "model, or the computation of the loss, and call backward() and step() outside."
         )
 
 

@@ -17,7 +17,7 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors, holds
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.recording.transfer_assignment import NOT_CALLED
+from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
 from torch_locoprop.solvers.base import Checked, States
 from torch_locoprop.stepping.build_problem import local_problem, numbers, running_fisher
 from torch_locoprop.stepping.graph_work import Trained, work_of
@@ -106,9 +106,12 @@ class LocalSteps:
             gradients = {p: p.grad for p in trained.values() if p.grad is not None}
             if not any(holds(g.any(), unknown=True) for g in gradients.values()):
                 return gradients if self.has_outer else {}
-            layer.note = layer.note or NOT_CALLED
-            self.notices.not_called(layer.name)
-        elif layer.note == NOT_CALLED:
+            layer.note = layer.note or (NOT_REACHED if layer.called else NOT_CALLED)
+            if layer.called:
+                self.notices.not_reached(layer.name)
+            else:
+                self.notices.not_called(layer.name)
+        elif layer.note in (NOT_CALLED, NOT_REACHED):
             layer.note = ""
         states = {name: _state_like(p, self.state[p]) for name, p in trained.items()}
         fisher = running_fisher(layer, method, states[owner].pop("fisher", None))

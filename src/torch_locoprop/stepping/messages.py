@@ -51,6 +51,16 @@ class Notices:
             "weight?). Such a layer takes one BackProp step.",
         )
 
+    def not_reached(self, layer: str) -> None:
+        """Warn that a layer was called and has a gradient, which did not come through its output."""
+        self.once(
+            layer,
+            f"Layer {layer!r} was called and has a gradient, but no backward pass went through its "
+            "output: the loss uses a derivative of it (as force matching does), or it was called "
+            "without gradients and computed again by other code (as in reversible networks). Such a "
+            "layer takes one BackProp step.",
+        )
+
     def not_recorded(self, failure: str) -> None:
         """Warn that steps cannot be recorded as a CUDA graph."""
         self.once(

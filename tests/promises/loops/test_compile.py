@@ -585,3 +585,16 @@ def test_a_backward_pass_that_is_compiled_too_is_told() -> None:
         backward(*data())
     with pytest.raises(RuntimeError, match="No layer recorded a backward pass"):
         opt.step()
+
+
+def test_a_whole_step_in_a_compiled_function_is_told() -> None:
+    model = network()
+    opt = loco(model)
+
+    @torch.compile(backend="aot_eager")
+    def training_step(x: Tensor, y: Tensor) -> None:
+        plain(model, x, y)
+        opt.step()
+
+    with pytest.raises(RuntimeError, match="The backward pass ran inside a compiled function"):
+        training_step(*data())
