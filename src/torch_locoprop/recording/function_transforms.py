@@ -6,13 +6,14 @@ layer's rows and gradients cannot be recorded there.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 from torch._C import _functorch
 
-
-def are_active() -> bool:
-    """Return True inside a transform of ``torch.func``."""
-    return _functorch.peek_interpreter_stack() is not None
+# PyTorch's own function, because hooks call it for every layer.
+innermost: Callable[[], object | None] = _functorch.peek_interpreter_stack
+"""Return the innermost transform of ``torch.func`` that is running; None outside of any."""
 
 
 def reaches_ordinary_autograd(tensor: Tensor) -> bool:

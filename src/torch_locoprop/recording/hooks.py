@@ -140,7 +140,7 @@ class ModelHooks:
         layer = self.layers.get(module)
         if layer is not None:
             layer.called = True
-        if function_transforms.are_active():
+        if function_transforms.innermost() is not None:
             self._notice_transform(module, out)
             return None
         if distributed.is_available() and distributed.is_initialized():
@@ -295,7 +295,7 @@ class ModelHooks:
     def after_model(self, module: nn.Module, args: tuple[Any, ...], output: object) -> None:
         """End a forward pass of the whole model: search from its output, draw labels."""
         outputs, self._forward_outputs = self._forward_outputs or [], None
-        if not torch.is_grad_enabled() or function_transforms.are_active():
+        if not torch.is_grad_enabled() or function_transforms.innermost() is not None:
             return
         if self.tracing:
             for tensor in sorted(_tensors(output), key=_is_scalar):

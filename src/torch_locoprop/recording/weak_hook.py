@@ -157,7 +157,7 @@ def role(key: str) -> str:
         return "nothing"
     owner = hook._owner()
     assert owner is not None
-    if function_transforms.are_active():
+    if function_transforms.innermost() is not None:
         if hook._method == "after_layer" and module in owner.layers:
             owner.layers[module].obstacle = TRANSFORMED
         return "nothing"
