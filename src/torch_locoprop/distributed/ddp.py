@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -115,6 +115,19 @@ def are_averaged() -> bool:
     """
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return wrapper is None or bool(wrapper.require_backward_grad_sync)
+
+
+def is_tensor_parallel(model: nn.Module) -> bool:
+    """Return True if the processes share the layers of a model, and so have the same rows.
+
+    Parameters that ``fully_shard`` distributes are DTensors too, but its processes have other rows.
+    """
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def agree(

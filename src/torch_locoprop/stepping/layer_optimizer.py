@@ -174,7 +174,8 @@ class LayerOptimizer(WithFallback):
 
     def _drifts(self) -> bool:
         """Return True if several processes solve problems of their own, which no DDP averages."""
-        return ddp.are_several() and self._plan.has_curvature()
+        several = ddp.are_several() and self._plan.has_curvature()
+        return several and not ddp.is_tensor_parallel(self._model)
 
     # ---- what a step has before it -------------------------------------------------------------
 
