@@ -99,12 +99,22 @@ def averaging_processes() -> Any:
 
     Returns:
         The group; None if no DDP module is running, or if it has one process only.
+
+    Raises:
+        RuntimeError: the DDP module runs inside the context ``Join``.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or torch.distributed.get_world_size(wrapper.process_group) == 1:
         return None
+    if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+        raise RuntimeError(
+            "The Join context of torch.distributed does not work with this optimizer: a process that "
+            "has run out of batches would have to take part in the others' local problems. Give all "
+            "processes the same number of batches, for example with DistributedSampler; a batch may "
+            "be empty."
+        )
     return wrapper.process_group
 
 
