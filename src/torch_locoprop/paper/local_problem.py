@@ -193,12 +193,34 @@ class LocalProblem:
                 added if self.others is not None else self._times_row_weight(added)
             )
         delta = self.loss.residual(self._forward(at), self.target_rows, self.transfer)
-        change = delta if self.delta0 is None else delta - self.delta0
+        return self.gradient_after(delta if self.delta0 is None else delta - self.delta0)
+
+    def gradient_after(self, change: Tensor) -> Tensors:
+        """Return the gradient of the local loss where the residuals have changed since the start.
+
+        Args:
+            change: ``δ(a) − δ(a₀)``, ``[..., rows, d]``.
+        """
         if self.row_weights is not None:
             change = change * self.row_weights
         return self._plus_first_gradient(
             self._sum_over_processes(self._times_row_weight(self._weight_grad(change)))
         )
+
+    def row_change(self, moved: Tensors) -> Tensor:
+        """Return by how much a displacement changes the pre-activations, ``[..., rows, d]``.
+
+        Args:
+            moved: the displacement of each trained tensor.
+        """
+        still = {name: torch.zeros_like(t) for name, t in self.fixed.items()}
+        return self.linear_map.forward(self.x, **moved, **still)
+
+    def sum_of_rows(self, values: Tensor) -> Tensor:
+        """Return the sum over all rows, with their weights: ``[..., rows, d] -> [..., d]``."""
+        if self.row_weights is not None:
+            return self.of_all_processes((values * self.row_weights).sum(-2))
+        return self.of_all_processes(values.sum(-2) * self.row_weight)
 
     @property
     def weight(self) -> Tensor:

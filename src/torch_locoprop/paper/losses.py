@@ -9,6 +9,7 @@ of target and loss that make a variant in ``variants.py``.
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from torch import Tensor
@@ -32,10 +33,13 @@ class LocalLoss:
     Attributes:
         uses_transfer: False if the loss also works for a layer whose transfer is unknown.
         closed_form: True if ``curvature`` is defined, which ``solver="exact"`` needs.
+        convex: True if D is convex in ``a``, and ``curvature`` is defined, which
+            ``solver="preconditioned"`` needs.
     """
 
     uses_transfer: ClassVar[bool] = True
     closed_form: ClassVar[bool] = False
+    convex: ClassVar[bool] = False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -69,12 +73,17 @@ class LocalLoss:
         """
         raise NotImplementedError
 
+    def max_slope(self, transfer: Transfer) -> float:
+        """Return a bound of the eigenvalues of ``∂δ/∂a`` for all ``a``; infinite if none is known."""
+        return math.inf
+
 
 class Squared(LocalLoss):
     """The squared loss ``½‖a − a*‖²`` of LocoProp-S (Eq. 3, Algorithm 1)."""
 
     uses_transfer = False
     closed_form = True
+    convex = True
 
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         """Return ``δ = a − a*``: with it, ``W − η δᵀX`` is the iteration of Eq. 4."""
@@ -92,6 +101,10 @@ class Squared(LocalLoss):
         """Return None: the curvature is the identity."""
         return None
 
+    def max_slope(self, transfer: Transfer) -> float:
+        """Return 1."""
+        return 1.0
+
 
 class Matching(LocalLoss):
     """The matching loss ``D_F(a, f⁻¹(y*))`` of LocoProp-M (Eq. 7, Algorithm 2).
@@ -102,6 +115,7 @@ class Matching(LocalLoss):
     """
 
     closed_form = True
+    convex = True
 
     def residual(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
         """Return ``δ = f(a) − y*`` (Eq. 2): with it, ``W − η δᵀX`` is the iteration of Eq. 8."""
@@ -120,6 +134,10 @@ class Matching(LocalLoss):
     def curvature(self, a: Tensor, transfer: Transfer) -> Tensor | None:
         """Return ``H = ∇²F(a)`` averaged over the rows: ``[..., d]``, for softmax ``[..., d, d]``."""
         return transfer.derivative(a).mean(-2 if transfer.elementwise else -3)
+
+    def max_slope(self, transfer: Transfer) -> float:
+        """Return ``sup f'``, and ½ for softmax."""
+        return transfer.max_slope
 
 
 class PostSquared(LocalLoss):

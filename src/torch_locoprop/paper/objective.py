@@ -34,8 +34,7 @@ def objective(problem: LocalProblem, at: Tensors) -> Tensor:
         curved = problem.x.to(linear.dtype).gradient(moved)
         half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
         return linear + problem.of_all_processes(problem.row_weight * half) + penalty
-    still = {name: torch.zeros_like(t) for name, t in problem.fixed.items()}
-    change = problem.linear_map.forward(problem.x, **moved, **still)
+    change = problem.row_change(moved)
     if problem.loss.is_quadratic(problem.transfer):
         beyond_linear = 0.5 * change.square().sum(-1)
     else:

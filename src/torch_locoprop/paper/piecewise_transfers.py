@@ -45,6 +45,7 @@ class Linear(Transfer):
     """``f(a) = a`` with ``F(a) = a²/2`` (Table 2): its matching loss is the squared loss."""
 
     name = "linear"
+    max_slope = 1.0
 
     def f(self, a: Tensor) -> Tensor:
         return a
@@ -83,6 +84,10 @@ class LeakyReLU(Transfer):
     @property
     def domain(self) -> tuple[float, float]:
         return (-math.inf if self.slope > 0 else 0.0), math.inf
+
+    @property
+    def max_slope(self) -> float:
+        return max(1.0, self.slope)
 
     def f(self, a: Tensor) -> Tensor:
         return functional.leaky_relu(a, self.slope)
@@ -138,6 +143,7 @@ class Hardtanh(Transfer):
 
     name = "hardtanh"
     strictly_increasing = False
+    max_slope = 1.0
     min_val: float = -1.0
     max_val: float = 1.0
 
@@ -205,6 +211,10 @@ class ELU(Transfer):
     @property
     def domain(self) -> tuple[float, float]:
         return -self._depth, math.inf
+
+    @property
+    def max_slope(self) -> float:
+        return max(self.scale, self._depth * self.input_scale)
 
     @property
     def _depth(self) -> float:

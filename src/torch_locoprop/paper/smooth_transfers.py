@@ -22,6 +22,7 @@ class Sigmoid(Transfer):
 
     name = "sigmoid"
     domain = (0.0, 1.0)
+    max_slope = 0.25
 
     def f(self, a: Tensor) -> Tensor:
         return a.sigmoid()
@@ -45,6 +46,7 @@ class Tanh(Transfer):
 
     name = "tanh"
     domain = (-1.0, 1.0)
+    max_slope = 1.0
 
     def f(self, a: Tensor) -> Tensor:
         return a.tanh()
@@ -70,6 +72,7 @@ class Arctan(Transfer):
 
     name = "arctan"
     domain = (-math.pi / 2, math.pi / 2)
+    max_slope = 1.0
 
     def f(self, a: Tensor) -> Tensor:
         return a.atan()
@@ -94,6 +97,7 @@ class Softsign(Transfer):
 
     name = "softsign"
     domain = (-1.0, 1.0)
+    max_slope = 1.0
 
     def f(self, a: Tensor) -> Tensor:
         return functional.softsign(a)
@@ -125,6 +129,7 @@ class Softplus(Transfer):
 
     name = "softplus"
     domain = (0.0, math.inf)
+    max_slope = 1.0
     beta: float = 1.0
 
     def __post_init__(self) -> None:
@@ -151,6 +156,7 @@ class LogSigmoid(Transfer):
 
     name = "logsigmoid"
     domain = (-math.inf, 0.0)
+    max_slope = 1.0
 
     def f(self, a: Tensor) -> Tensor:
         return functional.logsigmoid(a)
@@ -177,6 +183,7 @@ class Softmax(Transfer):
     name = "softmax"
     elementwise = False
     domain = (0.0, 1.0)
+    max_slope = 0.5
 
     def f(self, a: Tensor) -> Tensor:
         return a.softmax(-1)

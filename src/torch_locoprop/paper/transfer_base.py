@@ -28,8 +28,8 @@ class Transfer(ABC):
       returns the Jacobian ``[..., d, d]``.
 
     To add an elementwise transfer, define ``name``, ``f``, ``derivative``, ``integral``, ``_dual`` and
-    ``_inverse``, and ``domain`` and ``strictly_increasing`` where they differ from the defaults. Its
-    parameters are fields of a frozen dataclass.
+    ``_inverse``, and ``domain``, ``strictly_increasing`` and ``max_slope`` where they differ from the
+    defaults. Its parameters are fields of a frozen dataclass.
     """
 
     name: ClassVar[str]
@@ -44,6 +44,14 @@ class Transfer(ABC):
     def domain(self) -> tuple[float, float]:
         """The closure of the range of f. The dual and the inverse are finite in its interior."""
         return -math.inf, math.inf
+
+    @property
+    def max_slope(self) -> float:
+        """An upper bound of ``f'``; for softmax, of the largest eigenvalue of its Jacobian.
+
+        Infinite where f' has no bound, or none is known.
+        """
+        return math.inf
 
     @abstractmethod
     def f(self, a: Tensor) -> Tensor:
