@@ -89,7 +89,7 @@ class LocoProp(LayerOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = DEFAULTS["lr"],
+        lr: float | None = None,
         *,
         transfers: Mapping[str, str | Transfer] | None = None,
         output_transfer: str | Transfer | None = None,
@@ -116,8 +116,9 @@ class LocoProp(LayerOptimizer):
         self._measurements = {} if diagnose else None
         self._fisher_missing = self._attached = False
         self._counted = {}
-        given = with_guards({**settings, "lr": lr, "guards": guards})
-        defaults = self._components.check({**DEFAULTS, **given, **BOOKKEEPING})
+        given = with_guards({**settings, "guards": guards} | ({} if lr is None else {"lr": lr}))
+        of_solver = self._components.defaults(given)
+        defaults = self._components.check({**DEFAULTS, **of_solver, **given, **BOOKKEEPING})
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
         checked = [self._checked(merged(defaults, group)) for group in groups]
         wanted = {p for group in checked for p in group["params"]}

@@ -60,6 +60,10 @@ CASES = {
     "closed form of S": Case({"variant": "locoprop-s", "solver": "exact"}),
     "closed form of M": Case({"solver": "exact"}),
     "running closed form": Case({"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}),
+    "preconditioned": Case({"solver": "preconditioned", "lr": 0.5}),
+    "preconditioned, means": Case(
+        {"solver": "preconditioned", "lr": 0.5, "local_reduction": "mean", "gamma": 0.05}
+    ),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
     "outer optimizer": Case({"apply": "gradient", "outer": outer}),
@@ -82,6 +86,7 @@ CASES = {
     "uneven, running closed form": Case(
         {"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}, order=UNEVEN
     ),
+    "uneven, preconditioned": Case({"solver": "preconditioned", "lr": 0.5}, order=UNEVEN),
     "uneven, means": Case({"local_reduction": "mean", "loss_fn": SUMS}, order=UNEVEN),
     "uneven, PocoProp": Case({"variant": "pocoprop-m", "gamma": 0.5}, order=UNEVEN),
     "uneven, some rows": Case({"max_rows": 6}, order=UNEVEN),

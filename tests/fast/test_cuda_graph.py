@@ -103,6 +103,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "variant": "locoprop-s",
         "steps": 24,
     },
+    "preconditioned": {"solver": "preconditioned", "lr": 0.5, "gamma": 0.05},
     "exact-m": {"solver": Exact(every=8), "variant": "locoprop-m", "lr": 1e-2},
 }
 

@@ -28,6 +28,7 @@ CASES: list[dict[str, Any]] = [
     *({"variant": v} for v in ("locoprop-s", "locoprop-m", "pocoprop-s", "natural-s")),
     *({"solver": s} for s in ("sgd", "adam", "exact", Exact(decay=0.9, every=2, damping=0.1))),
     {"variant": "locoprop-s", "solver": "exact"},
+    {"solver": "preconditioned", "gamma": 10.0},
     {"variant": "locoprop-s", "solver": Exact(decay=0.9)},
     {"regularizer": "fisher"},
 ]

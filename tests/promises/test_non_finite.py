@@ -13,8 +13,10 @@ from torch import nn
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
 
+RUNNING = Exact(decay=0.9, every=2)
 
-@pytest.mark.parametrize("solver", ["sgd", "rmsprop", "adam", "exact", Exact(decay=0.9, every=2)])
+
+@pytest.mark.parametrize("solver", ["sgd", "rmsprop", "adam", "exact", "preconditioned", RUNNING])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_layer_keeps_its_weights_and_state(solver: str | Exact, first: bool) -> None:
     """Layer 2 gets a gradient that is not finite; the others train, and layer 2 does later."""

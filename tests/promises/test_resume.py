@@ -21,6 +21,7 @@ CASES: list[dict[str, Any]] = [
     *({"variant": name, "solver": "rmsprop", "lr": 1e-3} for name in VARIANTS),
     {"variant": "locoprop-s", "solver": Exact(decay=0.9, every=3, damping=1e-2), "lr": 0.1},
     {"variant": "locoprop-m", "solver": Exact(decay=0.9, every=3), "lr": 0.1},
+    {"variant": "locoprop-m", "solver": "preconditioned", "lr": 0.5},
     {"variant": "locoprop-m", "regularizer": "fisher", "solver": "sgd", "lr": 1e-3},
     {"variant": Variant("every 3", NaturalGradient(every=3), Squared()), "lr": 1e-3},
 ]

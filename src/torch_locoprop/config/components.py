@@ -18,7 +18,7 @@ from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.variants import VARIANTS, Variant
-from torch_locoprop.solvers import SOLVERS, Solver
+from torch_locoprop.solvers import SOLVERS, Preconditioned, Solver
 
 
 class Components:
@@ -46,6 +46,16 @@ class Components:
         regularizer: Regularizer = self._find("regularizer", group["regularizer"])
         return regularizer
 
+    def defaults(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the settings that the solver starts from, in place of the values of the table.
+
+        Args:
+            given: the settings that the user has given.
+        """
+        solver = given.get("solver")
+        solver = SOLVERS.get(solver) if isinstance(solver, str) else solver
+        return solver.defaults if isinstance(solver, Solver) else {}
+
     def check(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Check all settings of a group and return it with every component replaced by its name."""
         named = {**group, **{role: self._name(role, group[role]) for role in self._roles}}
@@ -61,18 +71,38 @@ class Components:
                 f"Invalid eps={group['eps']}. Must be > 0: with solver='adagrad' it is the start "
                 "of the accumulator that gradients are divided by."
             )
-        if solver.closed_form:
-            if not variant.loss.closed_form:
-                raise ValueError(
-                    f"Variant {variant.name!r} has no closed form: solver='exact' does not apply. "
-                    "Use a first-order solver, or variant='locoprop-s', 'locoprop-m', 'natural-s' "
-                    "or 'proxprop'."
-                )
-            if type(self.regularizer(group)) not in (Regularizer, L2):
-                raise ValueError(
-                    f"solver='exact' solves the problem with the L2 regularizer; "
-                    f"regularizer={group['regularizer']!r} needs a first-order solver."
-                )
+        if not solver.serves(variant.loss):
+            served = [repr(name) for name, each in VARIANTS.items() if solver.serves(each.loss)]
+            raise ValueError(
+                f"Variant {variant.name!r} has no closed form for solver={solver.name!r}. Use a "
+                f"first-order solver, or variant={', '.join(served)}."
+            )
+        if solver.closed_form and type(self.regularizer(group)) not in (Regularizer, L2):
+            raise ValueError(
+                f"regularizer={group['regularizer']!r} needs a first-order solver, not "
+                f"solver={solver.name!r}."
+            )
+        if isinstance(solver, Preconditioned):
+            self._check_preconditioned(group)
+
+    def _check_preconditioned(self, group: Mapping[str, Any]) -> None:
+        """Raise for settings with which the preconditioned solver cannot do what it promises."""
+        if type(self.regularizer(group)) is not Regularizer:
+            raise ValueError(
+                f"regularizer={group['regularizer']!r} needs another solver: solver='preconditioned' "
+                "solves problems without a regularizer."
+            )
+        if self.variant(group).output_by_gradient_descent or group["every"] != 1:
+            raise ValueError(
+                "solver='preconditioned' takes no plain gradient steps, whose learning rate would be "
+                f"another one: variant={group['variant']!r} with every={group['every']} needs a "
+                "first-order solver or solver='exact'."
+            )
+        if not group["lr"] <= 1:
+            raise ValueError(
+                f"Invalid lr={group['lr']}. Must be <= 1 with solver='preconditioned': it is the part "
+                "of the way to the local solution that a step takes."
+            )
 
     def _name(self, role: str, value: object) -> str:
         cls, known = self._roles[role]

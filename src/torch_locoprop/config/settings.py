@@ -39,7 +39,9 @@ Rate = Annotated[
         default=1e-5,  # η
         per_tensor=True,
         in_graph_key=False,  # a CUDA graph reads it from the device
-        meaning="step of the local solver, η. BackProp's learning rate corresponds to lr · gamma.",
+        meaning="step of the local solver, η. BackProp's learning rate corresponds to lr · gamma. With "
+        "``preconditioned``, the part of the way to the local solution, at most 1. None is the default "
+        "of the solver.",
     ),
 ]
 
@@ -72,8 +74,9 @@ class Settings(TypedDict, total=False):
         Component(
             default="rmsprop",
             meaning="``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (with "
-            "TensorFlow's semantics), ``exact``, or a :class:`~torch_locoprop.solvers.Solver` of "
-            "your own.",
+            "TensorFlow's semantics), ``exact``, ``preconditioned`` (with defaults of its own: lr 1, "
+            'gamma 0.05, three local steps, ``local_reduction="mean"``), or a '
+            ":class:`~torch_locoprop.solvers.Solver` of your own.",
         ),
     ]
     momentum: Annotated[

@@ -13,10 +13,14 @@ from torch_locoprop.solvers.first_order import (
     Sgd,
     local_rate,
 )
+from torch_locoprop.solvers.preconditioned import Preconditioned
 
 SOLVERS: dict[str, Solver] = {
     solver.name: solver
-    for solver in (Sgd(), Momentum(), Nesterov(), Adagrad(), RmsProp(), Adam(), Exact())
+    for solver in (
+        *(Sgd(), Momentum(), Nesterov(), Adagrad(), RmsProp(), Adam()),
+        *(Exact(), Preconditioned()),
+    )
 }
 
 __all__ = [
@@ -29,6 +33,7 @@ __all__ = [
     "Momentum",
     "Nesterov",
     "Numbers",
+    "Preconditioned",
     "RmsProp",
     "Sgd",
     "Solver",

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from torch_locoprop.paper.gram import RowUse
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.tensors import Number, Tensors, spread
 
 States = dict[str, Tensors]  # by the tensor's name: what the solver keeps of it between steps
@@ -57,6 +60,12 @@ class Solver:
         False  # True: solves in one go, by the curvature of the local loss
     )
 
+    # Values of settings that an optimizer with this solver starts from, where they are not the table's.
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    # Settings of the optimizer that have no effect on the solution.
+    ignores: ClassVar[frozenset[str]] = frozenset()
+    stateless: ClassVar[bool] = False  # True: keeps nothing between steps
+
     def solve(
         self,
         problem: LocalProblem,
@@ -75,6 +84,14 @@ class Solver:
             local_decay: schedule of the learning rate over them, one of ``LOCAL_DECAYS``.
         """
         raise NotImplementedError
+
+    def serves(self, loss: LocalLoss) -> bool:
+        """Return True if the solver can solve problems with this local loss."""
+        return True
+
+    def without_rows(self) -> Solver | None:
+        """Return the solver of a layer whose gradient is known but not its rows; None: plain SGD."""
+        return None
 
     def use_of_rows(
         self, local_steps: int, number: int, state: Tensors, columns: int

@@ -32,6 +32,7 @@ from torch_locoprop.paper.fisher import (
 )
 from torch_locoprop.paper.gram import Gram, RowUse, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.tensors import Number, Tensors, holds, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver
 
@@ -122,6 +123,9 @@ class Exact(Solver):
             return -eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta), kept
         shift = self.damping * values.mean(-1)[..., None, None]
         return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
+
+    def serves(self, loss: LocalLoss) -> bool:
+        return loss.closed_form
 
     def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
         posed = not bent and self._is_well_posed(weight.shape[-1] + 1, weight.dtype)

@@ -68,6 +68,9 @@ class FirstOrder(Solver):
         iterate = Iterate(problem, problem.through_gram(local_steps))
         return self.iterate(iterate, states, numbers, local_steps, local_decay, self.advance_)
 
+    def without_rows(self) -> Solver:
+        return self
+
     def iterate(
         self,
         iterate: Iterate,
@@ -121,6 +124,7 @@ class Sgd(FirstOrder):
     """``w ← w − η g``, the local iteration of Algorithms 1 to 4."""
 
     name = "sgd"
+    stateless = True
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
         return numbers.lr * gradient, state

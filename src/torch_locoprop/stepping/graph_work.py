@@ -115,7 +115,7 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         parts = (variant.loss, variant.target, method.regularizer, solver, transfer)
         # The host puts the first state in place: that of each tensor, or of all together.
         quantity = all if method.is_first_order else any
-        settled = solver.name == "sgd" or quantity(bool(state[p]) for p in own.values())
+        settled = solver.stateless or quantity(bool(state[p]) for p in own.values())
         weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
         number, bent = problems_before(plan.group(layer)), variant.loss.uses_transfer
         fixed = solver.is_fixed_work(number, weight, bent)

@@ -54,7 +54,7 @@ class Method:
 
     def as_backprop(self) -> Method:
         """Return one local iteration, for a layer with a gradient but no rows or no Fisher matrix."""
-        solver = self.solver if self.is_first_order else SOLVERS["sgd"]
+        solver = self.solver.without_rows() or SOLVERS["sgd"]
         return Method(VARIANTS["locoprop-s"], solver, REGULARIZERS["none"], local_steps=1)
 
 

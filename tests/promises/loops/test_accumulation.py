@@ -57,7 +57,7 @@ def test_with_the_mean_over_rows(variant: str, reduction: str) -> None:
     assert_close(one, train(variant, backward=at_once, **options), 1e-11)
 
 
-@pytest.mark.parametrize("solver", ["exact", Exact(decay=0.9, damping=0.1)])
+@pytest.mark.parametrize("solver", ["exact", "preconditioned", Exact(decay=0.9, damping=0.1)])
 @each_model
 def test_closed_forms(solver: str | Exact, kind: str) -> None:
     def in_parts(model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -50,6 +50,7 @@ def test_it_is_the_plain_run_to_the_precision_of_autocast(
     "options",
     [
         {"solver": "exact", "lr": 0.1},
+        {"solver": "preconditioned", "lr": 0.1, "gamma": 0.05},
         {"solver": Exact(decay=0.9, damping=0.1), "lr": 0.1},
         {"regularizer": "fisher", "lr": 1e-3},
         {"local_reduction": "mean"},
