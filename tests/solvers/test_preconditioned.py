@@ -17,6 +17,7 @@ from torch_locoprop.layers import layer_kind
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss, Matching, Squared
+from torch_locoprop.paper.objective import objective
 from torch_locoprop.paper.preconditioning import (
     descending_fraction,
     preconditioned,
@@ -75,7 +76,7 @@ def change(
     problem: LocalProblem, solver: Solver, steps: int, lr: float = 1.0, momentum: float = 0.0
 ) -> float:
     """Return by how much the local loss changes, by the values of F and not by its slopes."""
-    return problem.objective(solved(problem, solver, steps, lr, momentum)).item()
+    return objective(problem, solved(problem, solver, steps, lr, momentum)).item()
 
 
 # ---- what is promised ----------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def test_full_steps_with_the_bound_never_raise_the_loss_nor_pass_the_minimum(
                 step = -eta * preconditioned(gradient, inverse, transfer.max_slope)
                 new = {"weight": at["weight"] + step[:, :-1], "bias": at["bias"] + step[:, -1]}
                 decrease = (eta - eta**2 / 2) * (gradient * -step / eta).sum()
-                value = problem.objective(new).item()
+                value = objective(problem, new).item()
                 assert value <= loss - decrease.item() + 1e-9 * abs(loss)
                 assert (joined(problem.gradient(new)) * step).sum() <= 1e-9
                 at, loss = new, value
@@ -183,8 +184,8 @@ def test_rounding_does_not_grow_after_the_minimum(loss: LocalLoss, dtype: torch.
     if isinstance(loss, Matching):
         problem, whole = (replace(p, target=MirrorDescent()) for p in (problem, whole))
     near, far = (
-        whole.objective(
-            {k: t.double() for k, t in solved(problem, Preconditioned(), steps).items()}
+        objective(
+            whole, {k: t.double() for k, t in solved(problem, Preconditioned(), steps).items()}
         )
         for steps in (30, 500)
     )
@@ -284,7 +285,7 @@ def test_frozen_tensors_stay_and_the_loss_of_the_others_falls(frozen: str) -> No
     )
     found = solved(problem, Preconditioned(), 300)
     assert list(found) == [trained]
-    assert problem.objective(found) < 0
+    assert objective(problem, found) < 0
     last = problem.gradient(found)[trained].norm()
     assert last < 1e-5 * problem.first_gradient[trained].norm()
 
@@ -301,7 +302,7 @@ def test_other_precisions_come_to_the_same(dtype: torch.dtype) -> None:
     )
     found = solved(rounded, Preconditioned(), 3)
     assert all(t.dtype == dtype for t in found.values())
-    reached = problem.objective({k: t.double() for k, t in found.items()})
+    reached = objective(problem, {k: t.double() for k, t in found.items()})
     tolerance = {torch.float32: 1e-3}.get(dtype, 0.1)
     assert reached.item() == pytest.approx(change(problem, Preconditioned(), 3), rel=tolerance)
 
@@ -323,7 +324,7 @@ def test_convolutions_solve_the_problem_of_their_patches(groups: int) -> None:
     found, expected = (solved(each, Preconditioned(), 3) for each in (problem, dense))
     for name in found:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-8, atol=1e-9)
-    assert problem.objective(found) < 0
+    assert objective(problem, found) < 0
 
 
 class TwoProcesses:
