@@ -22,7 +22,7 @@ from torch_locoprop.config.groups import (
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.config.settings import DEFAULTS, Guards, Settings, with_guards
+from torch_locoprop.config.settings import DEFAULTS, Guards, NotGiven, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.recording.layer_record import TRANSFORMED
 from torch_locoprop.recording.loss_inspection import facts_of, transfer_inside
@@ -89,7 +89,7 @@ class LocoProp(LayerOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | None = None,
+        lr: float = NotGiven(DEFAULTS["lr"]),
         *,
         transfers: Mapping[str, str | Transfer] | None = None,
         output_transfer: str | Transfer | None = None,
@@ -116,7 +116,8 @@ class LocoProp(LayerOptimizer):
         self._measurements = {} if diagnose else None
         self._fisher_missing = self._attached = False
         self._counted = {}
-        given = with_guards({**settings, "guards": guards} | ({} if lr is None else {"lr": lr}))
+        rate = {} if isinstance(lr, NotGiven) else {"lr": lr}
+        given = with_guards({**settings, **rate, "guards": guards})
         of_solver = self._components.defaults(given)
         defaults = self._components.check({**DEFAULTS, **of_solver, **given, **BOOKKEEPING})
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]

@@ -23,8 +23,7 @@ from torch_locoprop.config.settings import (
 def test_the_signature_and_the_documentation_have_every_setting() -> None:
     parameters = inspect.signature(LocoProp).parameters
     for name, setting in SETTINGS.items():
-        # None is the learning rate of the solver, which most take from the table.
-        assert parameters[name].default == (None if name == "lr" else setting.default)
+        assert parameters[name].default == setting.default
         assert f"{name}: {setting.meaning[:20]}" in " ".join(str(LocoProp.__doc__).split())
     assert "{settings}" not in str(LocoProp.__doc__)
 

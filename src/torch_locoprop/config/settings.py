@@ -40,8 +40,7 @@ Rate = Annotated[
         per_tensor=True,
         in_graph_key=False,  # a CUDA graph reads it from the device
         meaning="step of the local solver, η. BackProp's learning rate corresponds to lr · gamma. With "
-        "``preconditioned``, the part of the way to the local solution, at most 1. None is the default "
-        "of the solver.",
+        "``preconditioned``, the part of the way to the local solution, at most 1.",
     ),
 ]
 
@@ -222,6 +221,12 @@ SETTINGS: dict[str, Setting] = {
         for name, annotated in get_type_hints(Settings, include_extras=True).items()
     },
 }
+
+
+class NotGiven(float):
+    """A default that differs from the same number given by the user; no setting ever has it."""
+
+
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 LAYER_SETTINGS = tuple(name for name, setting in SETTINGS.items() if not setting.per_tensor)
 PLAN_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_plan)

@@ -18,7 +18,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"solver": "adam", "eps": 1e-3},
     {"solver": Exact(decay=0.9, every=2, damping=0.1), "lr": 0.1},
-    {"solver": "preconditioned", "lr": 0.5},
+    {"solver": "preconditioned", "lr": 0.5, "gamma": 0.05},
     {"variant": "natural-s", "lr": 1e-4},
 ]
 WITH_OUTER = {"apply": "gradient", "outer": lambda ps: torch.optim.AdamW(ps, lr=1e-3)}
