@@ -46,16 +46,6 @@ class Components:
         regularizer: Regularizer = self._find("regularizer", group["regularizer"])
         return regularizer
 
-    def defaults(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the settings that the solver starts from, in place of the values of the table.
-
-        Args:
-            given: the settings that the user has given.
-        """
-        solver = given.get("solver")
-        solver = SOLVERS.get(solver) if isinstance(solver, str) else solver
-        return solver.defaults if isinstance(solver, Solver) else {}
-
     def check(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """Check all settings of a group and return it with every component replaced by its name."""
         named = {**group, **{role: self._name(role, group[role]) for role in self._roles}}

@@ -14,12 +14,13 @@ from torch_locoprop.solvers.first_order import (
     local_rate,
 )
 from torch_locoprop.solvers.preconditioned import Preconditioned
+from torch_locoprop.solvers.spectral import Spectral
 
 SOLVERS: dict[str, Solver] = {
     solver.name: solver
     for solver in (
         *(Sgd(), Momentum(), Nesterov(), Adagrad(), RmsProp(), Adam()),
-        *(Exact(), Preconditioned()),
+        *(Exact(), Preconditioned(), Spectral()),
     )
 }
 
@@ -37,5 +38,6 @@ __all__ = [
     "RmsProp",
     "Sgd",
     "Solver",
+    "Spectral",
     "local_rate",
 ]

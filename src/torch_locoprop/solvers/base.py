@@ -64,6 +64,9 @@ class Solver:
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Settings of the optimizer that have no effect on the solution.
     ignores: ClassVar[frozenset[str]] = frozenset()
+    # The solver's learning rate over that of AdamW for parameters without a local problem; None if the
+    # two cannot be compared.
+    over_fallback: ClassVar[float | None] = None
     stateless: ClassVar[bool] = False  # True: keeps nothing between steps
 
     def solve(

@@ -1,0 +1,119 @@
+"""The spectral step: the closed form of LocoProp-S, under a bound on the spectral norm of the step.
+
+For a layer with gradient ``G`` of ``[W b]`` and ``C = [X 1]ᵀ[X 1]``, the squared local loss with a
+proximal term has the solution (Eq. 4)
+
+    Δ* ∝ −G (C/c + λI)⁻¹ ,        c the mean diagonal of C .
+
+Among all displacements whose spectral norm is at most ρ, the one with the largest inner product with
+``Δ*`` is ρ times its polar factor ``U Vᵀ``, where ``Δ* = U Σ Vᵀ``. This module has the pure functions
+of that step; the averages that they take are kept by ``solvers/spectral.py``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# The quintic a·s + b·s³ + c·s⁵ raises small singular values fast and keeps large ones near one.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_ITERATIONS = 5
+
+
+def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an approximate polar factor ``U Vᵀ`` of ``M = U Σ Vᵀ`` by Newton–Schulz iterations.
+
+    Five quintic iterations bring all singular values above about 1/1000 of the Frobenius norm to
+    between 0.7 and 1.2. Matrices of zeros give zeros.
+
+    Args:
+        matrix: M, ``[..., d, n]``.
+        dtype: dtype of the matrix products; None is that of ``matrix``.
+
+    Returns:
+        The polar factor, ``[..., d, n]``, in the dtype of ``matrix``.
+    """
+    a, b, c = _QUINTIC
+    wide = matrix.shape[-2] <= matrix.shape[-1]
+    found = unit_length(matrix).to(matrix.dtype if dtype is None else dtype)
+    found = found if wide else found.mT
+    for _ in range(_ITERATIONS):
+        square = found @ found.mT
+        found = _plus_product(a, found, _plus_product(b, square, square, c * square), found)
+    return (found if wide else found.mT).to(matrix.dtype)
+
+
+def unit_length(matrix: Tensor) -> Tensor:
+    """Return matrices ``[..., d, n]`` divided by their Frobenius norms; those of zeros stay zeros."""
+    # The largest entry comes first, so that no square overflows or underflows.
+    scaled = matrix / _at_least_tiny(matrix.abs().amax((-2, -1), keepdim=True))
+    return scaled / _at_least_tiny(length(scaled))
+
+
+def length(matrix: Tensor) -> Tensor:
+    """Return the Frobenius norms of matrices: ``[..., d, n] -> [..., 1, 1]``."""
+    norm: Tensor = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
+    return norm
+
+
+def equal_rows(direction: Tensor, mean_square: Tensor) -> Tensor:
+    """Divide each row by the root of its mean square over time, and keep the length of the whole.
+
+    Args:
+        direction: ``[..., d, n]``.
+        mean_square: a running average of the mean squares of its rows, ``[..., d, 1]``.
+
+    Returns:
+        The direction with rows of about equal length, ``[..., d, n]``. Rows of zeros stay zeros.
+    """
+    rows = direction / _at_least_tiny(mean_square.sqrt())
+    return rows * (length(direction) / _at_least_tiny(length(rows)))
+
+
+def agreement(average: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
+    """Return how far the last gradients agree: 1 if all are equal, near 0 if all are noise.
+
+    Args:
+        average: a running average of the gradient that began at zero, ``[..., d, n]``.
+        mean_square: the same average of the squared Frobenius norms, ``[..., 1, 1]``.
+        weight: the sum of the weights of both averages, ``1 − μᵗ`` after t steps, ``[..., 1, 1]``.
+
+    Returns:
+        The norm of the mean gradient over the root mean square of the norms, ``[..., 1, 1]``.
+    """
+    total = (mean_square * weight).sqrt()
+    return (length(average) / _at_least_tiny(total)).clamp_max(1.0)
+
+
+def unit_diagonal(gram: Tensor) -> Tensor:
+    """Return matrices ``[..., n, n]`` divided by their mean diagonals; those of zeros stay zeros."""
+    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    return gram / _at_least_tiny(mean)
+
+
+def damped_inverse(gram: Tensor, damping: Tensor, otherwise: Tensor | None) -> Tensor:
+    """Return ``(C + λI)⁻¹``, without waiting for the device.
+
+    Args:
+        gram: C, symmetric and positive semidefinite, ``[..., n, n]``.
+        damping: λ, ``[..., 1, 1]``.
+        otherwise: returned for matrices that have no Cholesky factor by rounding; None is I.
+    """
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor, info = torch.linalg.cholesky_ex(gram + damping * eye)
+    failed = (info != 0)[..., None, None]
+    inverse = torch.cholesky_inverse(factor)
+    return torch.where(failed, eye if otherwise is None else otherwise, inverse)
+
+
+def _plus_product(factor: float, start: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``factor · start + left @ right``."""
+    if start.dim() == 2:
+        return torch.addmm(start, left, right, beta=factor)
+    if start.dim() == 3:
+        return torch.baddbmm(start, left, right, beta=factor)
+    return factor * start + left @ right
+
+
+def _at_least_tiny(tensor: Tensor) -> Tensor:
+    return tensor.clamp_min(torch.finfo(tensor.dtype).tiny)

@@ -1,0 +1,187 @@
+"""The spectral step: the closed form of LocoProp-S on a running C, with a bounded spectral norm.
+
+With the gradient ``G`` of ``[W b]``, its Nesterov average M, and a running average C of
+``[X 1]ᵀ[X 1]`` divided by its mean diagonal, the displacement is
+
+    Δ = −lr · 0.2 · sqrt(max(d, n)) · rows(polar(M (C + λI)⁻¹)) ,
+
+where ``rows`` gives all output features steps of about equal length. The formulas are in
+``paper/spectral.py``; what they average over steps is kept here.
+
+No number of this step has a unit: multiplying the loss by a constant, or summing it over the rows in
+place of averaging it, changes nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.paper.fisher import at_least_float32
+from torch_locoprop.paper.gram import RowUse, full_products
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import LocalLoss
+from torch_locoprop.paper.spectral import (
+    agreement,
+    damped_inverse,
+    equal_rows,
+    length,
+    polar,
+    unit_diagonal,
+)
+from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
+from torch_locoprop.solvers.base import Numbers, Solver, States
+
+EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
+
+
+@dataclass(frozen=True)
+class Spectral(Solver):
+    """Move along the polar factor of the closed form (Eq. 4), as ``solver="spectral"``.
+
+    The learning rate is that of AdamW: a step changes the entries of a weight by about 0.2 lr. The
+    settings ``momentum`` and ``decay`` are those of the average gradient and of the mean squares of the
+    rows; ``gamma``, ``local_steps`` and ``eps`` have no effect.
+
+    Args:
+        every: number of steps between two renewals of C and its inverse. Each of the first ten steps
+            renews them. Other steps need the gradient alone, and record nothing in the forward pass.
+        averaging: weight of the past in the running average of C, at each renewal.
+        damping: λ in a long run.
+        fall: λ begins at 1 and falls as ``1 / (1 + t / fall)`` in step t until it is ``damping``: where
+            the inputs vary little, C is known only after some steps.
+        agreement: the step is multiplied by this power of the agreement of the last gradients, which is
+            1 if they are equal and near 0 if they are noise. 0 leaves the step as it is.
+    """
+
+    every: int = 10
+    averaging: float = 0.8
+    damping: float = 0.02
+    fall: float = 50.0
+    agreement: float = 0.0
+    name = "spectral"
+    closed_form = True
+    ignores = frozenset(
+        {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer", "every"}
+    )
+    over_fallback = 3.0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"Invalid every={self.every}. Must be an integer >= 1.")
+        if not 0 <= self.averaging < 1:
+            raise ValueError(f"Invalid averaging={self.averaging}. Must be in [0, 1).")
+        for name in ("damping", "fall"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be > 0.")
+        if not self.agreement >= 0:
+            raise ValueError(f"Invalid agreement={self.agreement}. Must be >= 0.")
+
+    def solve(
+        self,
+        problem: LocalProblem,
+        states: States,
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        local_decay: str,
+    ) -> tuple[Tensors, States]:
+        owner = "weight" if "weight" in problem.start else "bias"
+        given = join(problem.first_gradient)
+        if given.numel() == 0:  # a layer without inputs or outputs
+            return problem.start, states
+        gradient, old = at_least_float32(given), states[owner]
+        if "average" in old and old["average"].shape != gradient.shape:
+            old = {}  # a bias was frozen or thawed
+        state = {key: entry if key == "step" else entry.to(gradient) for key, entry in old.items()}
+        mu, rho = spread(numbers[owner].momentum, gradient), spread(numbers[owner].decay, gradient)
+        state = self._renewed(problem, state, gradient)
+        state = self._averaged(gradient, state, mu)
+        with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
+            found = torch.lerp(gradient, state["average"], mu) @ state["inverse"]
+        bf16 = problem.products == "bf16" and gradient.is_cuda
+        direction = polar(found, torch.bfloat16 if bf16 else None)
+        square = direction.square().mean(-1, keepdim=True)
+        state["rows"] = _average(state.get("rows"), square, rho)
+        direction = equal_rows(direction, state["rows"])
+        scale = -0.2 * max(gradient.shape[-2:]) ** 0.5 * spread(numbers[owner].lr, gradient)
+        if self.agreement > 0:
+            agreed = agreement(
+                state["average"], state["energy"], 1 - mu ** state["step"].to(gradient)
+            )
+            scale = scale * agreed**self.agreement
+        moved = split((scale * direction).to(given.dtype), problem.start)
+        new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
+        kept = {
+            key: entry if key == "step" else entry.to(given.dtype) for key, entry in state.items()
+        }
+        return new, {**states, owner: kept}
+
+    def _renewed(self, problem: LocalProblem, state: Tensors, gradient: Tensor) -> Tensors:
+        """Return the state with the next step number and, if it is due, with new C and inverse."""
+        ones = (*gradient.shape[:-2], 1, 1)
+        start = torch.zeros(ones, dtype=torch.float32, device=gradient.device)
+        state = {**state, "step": state.get("step", start) + 1}
+        if not self._renews(problem.number) and "inverse" in state:
+            return state
+        square = unit_diagonal(problem.square(gradient.dtype))
+        past = state.get("gram")
+        gram = square if past is None else torch.lerp(square, past, self.averaging)
+        rounding = 64 * torch.finfo(next(iter(problem.start.values())).dtype).eps
+        before = state["step"].to(gram) - 1
+        damping = (1 / (1 + before / self.fall)).clamp_min(max(self.damping, rounding))
+        inverse = damped_inverse(gram, damping, state.get("inverse"))
+        return {**state, "gram": gram, "inverse": inverse}
+
+    def _averaged(self, gradient: Tensor, state: Tensors, mu: Number) -> Tensors:
+        """Return the state with the averages of the gradient and of its squared length."""
+        state = {**state, "average": _average(state.get("average"), gradient, mu)}
+        if self.agreement > 0:
+            state["energy"] = _average(state.get("energy"), length(gradient).square(), mu)
+        return state
+
+    def serves(self, loss: LocalLoss) -> bool:
+        return not loss.uses_transfer
+
+    def without_rows(self) -> Solver:
+        return _WithoutRows(**{f.name: getattr(self, f.name) for f in fields(self)})
+
+    def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
+        return True
+
+    def phase(self, number: int) -> int:
+        return int(self._renews(number))
+
+    def use_of_rows(
+        self, local_steps: int, number: int, state: Tensors, columns: int
+    ) -> RowUse | None:
+        inverse = state.get("inverse")
+        known = inverse is not None and inverse.shape[-1] == columns
+        return RowUse(square=self._renews(number) or not known)
+
+    def _renews(self, number: int) -> bool:
+        return number < EARLY or number % self.every == 0
+
+
+class _WithoutRows(Spectral):
+    """The step of a layer whose rows are not known: with the last inverse, or with C = 0."""
+
+    def _renewed(self, problem: LocalProblem, state: Tensors, gradient: Tensor) -> Tensors:
+        n = gradient.shape[-1]
+        eye = torch.eye(n, dtype=gradient.dtype, device=gradient.device)
+        known = {"inverse": eye.expand(*gradient.shape[:-2], n, n).contiguous(), **state}
+        return super()._renewed(problem, known, gradient)
+
+    def use_of_rows(
+        self, local_steps: int, number: int, state: Tensors, columns: int
+    ) -> RowUse | None:
+        return RowUse()
+
+    def _renews(self, number: int) -> bool:
+        return False
+
+
+def _average(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
+    """Return ``decay · past + (1 − decay) · new``; the past before the first step is zero."""
+    return (1 - decay) * new if past is None else torch.lerp(new, past, decay)

@@ -1,0 +1,134 @@
+"""The functions of the spectral step, against singular value decompositions and plain algebra."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_locoprop.paper.spectral import (
+    agreement,
+    damped_inverse,
+    equal_rows,
+    length,
+    polar,
+    unit_diagonal,
+    unit_length,
+)
+
+SHAPES = [(4, 7), (7, 4), (5, 5), (1, 6), (6, 1), (1, 1), (3, 4, 7), (2, 3, 7, 4)]
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def quintic(s: Tensor) -> Tensor:
+    """Five times the polynomial 3.4445 s − 4.775 s³ + 2.0315 s⁵ of a singular value."""
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    return s
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_polar_applies_the_quintic_to_the_singular_values(shape: tuple[int, ...]) -> None:
+    matrix = random(*shape)
+    u, s, vt = torch.linalg.svd(matrix, full_matrices=False)
+    of_unit_length = s / s.square().sum(-1, keepdim=True).sqrt()
+    expected = u * quintic(of_unit_length).unsqueeze(-2) @ vt
+    torch.testing.assert_close(polar(matrix), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("spread", [1.0, 0.1, 1e-2])
+def test_polar_is_close_to_the_polar_factor(spread: float) -> None:
+    """All singular values come near one, so the inner product with M is near its greatest value.
+
+    Among matrices of spectral norm one, the inner product with M is at most the sum of M's singular
+    values, which the exact polar factor attains.
+    """
+    u, _, vt = torch.linalg.svd(random(20, 30), full_matrices=False)
+    s = torch.logspace(0, torch.tensor(spread).log10().item(), 20, dtype=torch.float64)
+    matrix = u * s @ vt
+    found = polar(matrix)
+    singular = torch.linalg.svdvals(found)
+    assert singular.min() > 0.65
+    assert singular.max() < 1.25
+    assert (found * matrix).sum() / singular.max() > 0.6 * s.sum()
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1e-20, 1.0, 1e20, 1e37])
+def test_polar_does_not_depend_on_the_scale(scale: float) -> None:
+    matrix = random(5, 8).float()
+    torch.testing.assert_close(polar(matrix * scale), polar(matrix), rtol=1e-4, atol=1e-4)
+
+
+def test_zeros_stay_zeros() -> None:
+    zeros = torch.zeros(3, 4, dtype=torch.float64)
+    assert torch.equal(polar(zeros), zeros)
+    assert torch.equal(unit_length(zeros), zeros)
+    assert torch.equal(equal_rows(zeros, torch.zeros(3, 1, dtype=torch.float64)), zeros)
+    assert torch.equal(unit_diagonal(zeros[:, :3]), zeros[:, :3])
+
+
+def test_a_lower_precision_of_the_products() -> None:
+    matrix = random(6, 9).float()
+    found = polar(matrix, torch.float64)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), polar(matrix.double()), rtol=1e-6, atol=1e-6)
+
+
+def test_equal_rows_keep_the_length_of_the_whole() -> None:
+    direction = random(4, 6)
+    square = direction.square().mean(-1, keepdim=True)
+    found = equal_rows(direction, square)
+    torch.testing.assert_close(length(found), length(direction))
+    rows = found.square().mean(-1)
+    torch.testing.assert_close(rows, rows.mean().expand(4))
+    for row, before in zip(found, direction, strict=True):  # the direction of each row stays
+        torch.testing.assert_close(row / row.norm(), before / before.norm())
+
+
+def test_a_row_of_zeros_stays_one_among_others() -> None:
+    direction = random(4, 6)
+    direction[1] = 0
+    found = equal_rows(direction, direction.square().mean(-1, keepdim=True))
+    assert found.isfinite().all()
+    assert not found[1].any()
+    torch.testing.assert_close(length(found), length(direction))
+
+
+@pytest.mark.parametrize("steps", [1, 2, 30])
+def test_agreement_of_equal_and_of_opposite_gradients(steps: int) -> None:
+    mu, gradient = 0.9, random(3, 4)
+    for sign, expected in ((1.0, None), (-1.0, 0.5)):
+        average, square = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(1, 1).double()
+        for t in range(steps):
+            now = gradient * sign**t
+            average = mu * average + (1 - mu) * now
+            square = mu * square + (1 - mu) * now.square().sum()
+        found = agreement(average, square, torch.tensor([[1 - mu**steps]]).double())
+        if expected is None or steps == 1:
+            torch.testing.assert_close(found, torch.ones(1, 1).double())
+        else:
+            assert 0 < found < expected
+
+
+def test_agreement_of_nothing_is_zero() -> None:
+    nothing = torch.zeros(1, 1)
+    assert agreement(torch.zeros(3, 4), nothing, torch.ones(1, 1)) == 0
+
+
+def test_the_damped_inverse() -> None:
+    x = random(2, 5, 8)
+    gram, damping = x.mT @ x, torch.tensor([0.1, 3.0]).double().reshape(2, 1, 1)
+    found = damped_inverse(gram, damping, None)
+    eye = torch.eye(8, dtype=torch.float64)
+    torch.testing.assert_close(found, torch.linalg.inv(gram + damping * eye))
+
+
+def test_matrices_without_a_cholesky_factor_keep_what_they_had() -> None:
+    """One matrix of the two is not positive definite; the other one is not affected."""
+    eye = torch.eye(3, dtype=torch.float64)
+    gram, damping = torch.stack([eye, -eye]), torch.full((1, 1), 0.5).double()
+    torch.testing.assert_close(damped_inverse(gram, damping, None)[1], eye)
+    torch.testing.assert_close(damped_inverse(gram, damping, 7 * gram)[1], -7 * eye)
+    torch.testing.assert_close(damped_inverse(gram, damping, 7 * gram)[0], eye / 1.5)
