@@ -60,6 +60,8 @@ def data(step: int, rows: int = 12, device: torch.device = DEVICE) -> tuple[Tens
 
 def locoprop(model: nn.Module, **settings: Any) -> LocoProp:
     # Only whole steps are recorded here: what opt.step() records itself is in fast/test_cuda_graph.
+    if "preset" not in settings:
+        settings = {"variant": "locoprop-m", **settings}
     return LocoProp(model, **{"lr": 1e-3, "loss_fn": F.mse_loss, "cuda_graph": False, **settings})
 
 
@@ -197,6 +199,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "guards": {"gate": True, "cap": 0.1},
     "l2": {"regularizer": "l2"},
     "mean": {"local_reduction": "mean", "lr": 1e-2},
+    "general": {"preset": "general"},
+    "spectral": {"preset": "spectral"},
 }
 
 
@@ -209,6 +213,15 @@ def test_replays_equal_the_loop(
     assert len(made) == 1
     if not GPU:
         assert Emulated.replayed == 9 - cuda_graph.EAGER_STEPS - 1
+
+
+@pytest.mark.parametrize("preset", ["general", "spectral"])
+def test_each_phase_of_the_spectral_step_has_a_recording(preset: str, made: list[object]) -> None:
+    """Steps that renew XᵀX are one recording, all others another one."""
+    compare(steps=45, optimizer_of=lambda model: locoprop(model, preset=preset))
+    assert len(made) == 2
+    if not GPU:  # each phase has its eager steps and the step that is recorded
+        assert Emulated.replayed == 45 - 2 * (cuda_graph.EAGER_STEPS + 1)
 
 
 def torch_optimizer(model: nn.Module) -> Optimizer:

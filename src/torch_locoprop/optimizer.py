@@ -18,11 +18,11 @@ from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import (
     BOOKKEEPING,
     forget_other_solvers,
-    merged,
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.config.settings import DEFAULTS, Guards, NotGiven, Settings, with_guards
+from torch_locoprop.config.presets import Given, resolved, warn_of_unused
+from torch_locoprop.config.settings import Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.recording.layer_record import TRANSFORMED
 from torch_locoprop.recording.loss_inspection import facts_of, transfer_inside
@@ -43,8 +43,9 @@ from torch_locoprop.stepping.outer_optimizer import OuterFactory, capped_step, m
 class LocoProp(LayerOptimizer):
     """Trains each layer by its own local problem, and all other parameters by ``fallback``.
 
-    The loop is the ordinary one: ``loss.backward(); opt.step(); opt.zero_grad()``. One local step
-    with ``solver="sgd"`` is SGD with learning rate ``lr · gamma``.
+    The loop is the ordinary one: ``loss.backward(); opt.step(); opt.zero_grad()``. Without settings,
+    every layer takes the spectral step, which needs no tuning; ``preset="paper-m"`` is the paper's
+    LocoProp-M. One local step with ``solver="sgd"`` is SGD with learning rate ``lr · gamma``.
 
     Example::
 
@@ -56,6 +57,9 @@ class LocoProp(LayerOptimizer):
 
     Args:
         model: the model, called as a whole or by its parts.
+        preset: a named row of settings; settings that are given come before it. None is ``general``, or
+            ``paper-m`` if a setting of iterative solvers is given, such as ``variant`` or ``gamma``.
+            {presets}
         transfers: the transfer behind a layer, by module name, where it should not be detected.
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every layer whose own output the model returns; a transfer in the model is detected
@@ -80,7 +84,8 @@ class LocoProp(LayerOptimizer):
             local problem keeps the lr given here. Groups whose schedules differ need groups of their
             own in it.
         fallback: makes the optimizer of parameters without a local problem. Without it they get
-            ``AdamW(lr=1e-3)`` and a warning. Its groups follow the local ones in ``param_groups``.
+            AdamW and a warning; its rate is a third of lr with the spectral step, else 1e-3. Its groups
+            follow the local ones in ``param_groups``.
         param_groups: as in ``torch.optim``: a part of the model, or other settings for some layers.
             Every setting below may be given in a group.
         {settings}
@@ -89,8 +94,9 @@ class LocoProp(LayerOptimizer):
     def __init__(
         self,
         model: nn.Module,
-        lr: float = NotGiven(DEFAULTS["lr"]),
+        lr: float | None = None,
         *,
+        preset: str | None = None,
         transfers: Mapping[str, str | Transfer] | None = None,
         output_transfer: str | Transfer | None = None,
         loss_fn: Callable[..., Any] | None = None,
@@ -116,12 +122,17 @@ class LocoProp(LayerOptimizer):
         self._measurements = {} if diagnose else None
         self._fisher_missing = self._attached = False
         self._counted = {}
-        rate = {} if isinstance(lr, NotGiven) else {"lr": lr}
-        given = with_guards({**settings, **rate, "guards": guards})
-        of_solver = self._components.defaults(given)
-        defaults = self._components.check({**DEFAULTS, **of_solver, **given, **BOOKKEEPING})
+        given = with_guards({**settings, "guards": guards} | ({} if lr is None else {"lr": lr}))
+        if outer is not None and preset is None:
+            preset = "paper-m"  # the outer optimizer makes the step, not the solver
+        self._given = Given(given, preset)
+        defaults = self._components.check(resolved(given, preset) | BOOKKEEPING)
+        solver = self._components.solver(defaults)
+        warn_of_unused(given, solver)
+        if solver.over_fallback is not None:
+            self._fallback_rate = float(defaults["lr"]) / solver.over_fallback
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
-        checked = [self._checked(merged(defaults, group)) for group in groups]
+        checked = [self._checked(BOOKKEEPING | self._given.group(group)) for group in groups]
         wanted = {p for group in checked for p in group["params"]}
         self._patterns = None if layers is None else layer_patterns(layers, model)
         served, unserved = scan(model, wanted, patterns=self._patterns)

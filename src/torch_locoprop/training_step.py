@@ -25,13 +25,15 @@ class TrainingStep:
 
     On a GPU, three steps run eagerly. The next one is recorded as a CUDA graph, and further calls
     replay it: the host launches one graph instead of every kernel, and the local problems of
-    :class:`~torch_locoprop.LocoProp` start while the backward pass still runs. Results are those of
-    the written-out loop, up to rounding.
+    :class:`~torch_locoprop.LocoProp` start while the backward pass still runs. The spectral step has
+    two CUDA graphs, one of them for the steps that renew XᵀX. Results are those of the written-out
+    loop, up to rounding.
 
     A call runs eagerly, as on a CPU,
 
     - for an optimizer that cannot be recorded. ``torch.optim`` needs ``capturable=True``;
-      ``LocoProp.capturable`` is True for first-order solvers without a fallback or outer optimizer;
+      ``LocoProp.capturable`` is True for first-order solvers and the spectral step, without a
+      fallback or outer optimizer;
     - if an entry of the batch is not a tensor on the device of the parameters, or requires a gradient;
     - if a parameter has a gradient already, or the model has trained parameters that the optimizer
       does not have;
@@ -67,7 +69,9 @@ class TrainingStep:
         self._rates = graphs.DeviceRates()
         self._notices = Notices()
         self._failed = False  # a recording has failed, so that no other is tried
-        self._repeated: graphs.Repeated[Tensor] | None = None
+        # The step by its phase: a solver may do other work in every tenth step.
+        self._repeated: dict[object, graphs.Repeated[Tensor]] = {}
+        self._buffers: list[Tensor] = []  # the batch of the repeated step
         self._work: list[object] = []  # what the repeated step does, see _work_now
         self._form: list[tuple[Any, ...]] = []  # of the batches of the repeated step
         self._places: dict[int, Tensor] = {}  # where it reads them, by their index in the batch
@@ -88,9 +92,9 @@ class TrainingStep:
         with streams.on_device(device), self._rates.of(self._optimizer.param_groups, device):
             form = _form(batch)
             self._others = 0 if form == self._form else self._others + 1
-            if self._repeated is not None and 0 < self._others <= graphs.EAGER_STEPS:
+            if self._repeated and 0 < self._others <= graphs.EAGER_STEPS:
                 return self._take(batch)
-            known = self._repeated is not None and form == self._form
+            known = bool(self._repeated) and form == self._form
             if not known or self._work_now(parameters) != self._work:
                 if not self._trains_all(parameters):
                     return self._take(batch)
@@ -124,18 +128,25 @@ class TrainingStep:
     def _begin(self, batch: Sequence[Tensor], form: list[tuple[Any, ...]]) -> None:
         """Prepare to record steps on batches of this form, which get a fixed place."""
         self._places = {i: torch.empty_like(batch[i]) for i, *_ in form}
-        buffers = [self._places[i] for i, *_ in form]
+        self._buffers = [self._places[i] for i, *_ in form]
         self._form, self._others = form, 0
-        self._repeated = graphs.Repeated(
-            lambda: self._take(buffers),
-            eager=graphs.EAGER_STEPS,
-            priority=-1,  # ahead of the layers' streams: they wait for the backward pass
-        )
+        self._repeated = {}
+
+    def _repeated_now(self) -> graphs.Repeated[Tensor]:
+        """Return the step of the optimizer's present phase."""
+        phase = getattr(self._optimizer, "phase", None)
+        if phase not in self._repeated:
+            buffers = self._buffers
+            self._repeated[phase] = graphs.Repeated(
+                lambda: self._take(buffers),
+                eager=graphs.EAGER_STEPS,
+                priority=-1,  # ahead of the layers' streams: they wait for the backward pass
+            )
+        return self._repeated[phase]
 
     def _repeat(self, batch: Sequence[Tensor], parameters: Sequence[Tensor]) -> Tensor:
         """Take the step eagerly, record it or replay it, and return the loss."""
-        repeated = self._repeated
-        assert repeated is not None
+        repeated = self._repeated_now()
         for i, place in self._places.items():
             place.copy_(batch[i])
         is_replay, records = repeated.is_recorded, repeated.will_record
@@ -144,7 +155,7 @@ class TrainingStep:
         except BaseException as error:
             if not records:
                 raise
-            self._repeated = None
+            self._repeated = {}
             self._optimizer.zero_grad()  # of gradients that no kernel has computed
             if not isinstance(error, RuntimeError):
                 raise

@@ -9,6 +9,7 @@ from torch import nn
 from torch_locoprop import Guards, LocoProp
 from torch_locoprop.config import settings
 from torch_locoprop.config.arguments import ARGUMENTS
+from torch_locoprop.config.presets import PRESETS, resolved
 from torch_locoprop.config.setting_kinds import Setting
 from torch_locoprop.config.settings import (
     DEFAULTS,
@@ -21,11 +22,13 @@ from torch_locoprop.config.settings import (
 
 
 def test_the_signature_and_the_documentation_have_every_setting() -> None:
-    parameters = inspect.signature(LocoProp).parameters
+    parameters, general = inspect.signature(LocoProp).parameters, resolved({})
     for name, setting in SETTINGS.items():
-        assert parameters[name].default == setting.default
+        assert parameters[name].default == (None if name == "lr" else general[name])
         assert f"{name}: {setting.meaning[:20]}" in " ".join(str(LocoProp.__doc__).split())
-    assert "{settings}" not in str(LocoProp.__doc__)
+    for name, preset in PRESETS.items():
+        assert f"``{name}``: {preset.purpose}" in " ".join(str(LocoProp.__doc__).split())
+    assert "{" not in str(LocoProp.__doc__)
 
 
 def test_what_is_derived_from_the_table() -> None:

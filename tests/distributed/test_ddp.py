@@ -64,6 +64,8 @@ CASES = {
     "preconditioned, means": Case(
         {"solver": "preconditioned", "lr": 0.5, "local_reduction": "mean", "gamma": 0.05}
     ),
+    "general": Case({"preset": "general"}),
+    "general, convolution": Case({"preset": "general"}, convolution=True),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
     "outer optimizer": Case({"apply": "gradient", "outer": outer}),
@@ -87,6 +89,7 @@ CASES = {
         {"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}, order=UNEVEN
     ),
     "uneven, preconditioned": Case({"solver": "preconditioned", "lr": 0.5}, order=UNEVEN),
+    "uneven, general": Case({"preset": "general"}, order=UNEVEN),
     "uneven, means": Case({"local_reduction": "mean", "loss_fn": SUMS}, order=UNEVEN),
     "uneven, PocoProp": Case({"variant": "pocoprop-m", "gamma": 0.5}, order=UNEVEN),
     "uneven, some rows": Case({"max_rows": 6}, order=UNEVEN),
@@ -157,7 +160,9 @@ def summary_of_a_branch(rank: int) -> str:
 
 def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> list[Tensor]:
     """Return the weights after some steps on a part of every batch, and measured local losses."""
-    own = {"lr": 1e-3, "gamma": 2.0, "local_steps": 4, "output_transfer": "sigmoid"}
+    own: dict[str, Any] = {"output_transfer": "sigmoid"}
+    if "preset" not in case.settings:
+        own |= {"lr": 1e-3, "gamma": 2.0, "local_steps": 4}
     whole = called if case.order == "LocoProp(wrapper)" else model
     opt = LocoProp(whole, **{**own, **case.settings})
     numbers = torch.Generator().manual_seed(1)

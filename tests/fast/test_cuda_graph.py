@@ -56,7 +56,9 @@ def trained(
     model = network(convolutional)
     if "groups" in settings:
         settings["param_groups"] = settings.pop("groups")(model)
-    optimizer = LocoProp(model, **{"lr": 1e-3, "output_transfer": "linear", **settings})
+    optimizer = LocoProp(
+        model, preset="paper-m", **{"lr": 1e-3, "output_transfer": "linear", **settings}
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     for step in range(steps):
         meanwhile(step, model, optimizer)
@@ -277,7 +279,7 @@ def test_every_change_makes_another_kind_of_step(name: str) -> None:
 
 def test_another_shape_at_the_same_address_is_another_kind_of_step() -> None:
     model = network()
-    optimizer = LocoProp(model, output_transfer="linear")
+    optimizer = LocoProp(model, preset="paper-m", output_transfer="linear")
     optimizer.param_groups[0]["lr"] = torch.tensor(1e-3, device=DEVICE)
     model(batch(0)).square().mean().backward()
     trained = {layer: layer.with_gradient for layer in optimizer._layers}
@@ -311,7 +313,9 @@ def test_accumulated_gradients_and_layers_called_twice() -> None:
     runs = []
     for cuda_graph in (False, True):
         model = network()
-        optimizer = LocoProp(model, lr=1e-3, output_transfer="linear", cuda_graph=cuda_graph)
+        optimizer = LocoProp(
+            model, preset="paper-m", lr=1e-3, output_transfer="linear", cuda_graph=cuda_graph
+        )
         for step in range(8):
             for part in batch(step).split(8):
                 model(part).square().sum().backward()
@@ -344,7 +348,7 @@ def test_what_an_outer_optimizer_keeps_is_not_written_over() -> None:
 @pytest.mark.filterwarnings("ignore:The local solution")
 def test_first_steps_that_are_not_finite_do_not_stop_the_recording() -> None:
     model = network()
-    optimizer = LocoProp(model, lr=1e-3, output_transfer="linear")
+    optimizer = LocoProp(model, preset="paper-m", lr=1e-3, output_transfer="linear")
     for step in range(12):
         images = batch(step) * (torch.nan if step < 6 else 1.0)
         optimizer.zero_grad()
@@ -395,7 +399,9 @@ def test_a_learning_rate_that_is_a_tensor_is_read_in_every_step(where: Any) -> N
     runs = []
     for cuda_graph in (False, True):
         model = network()
-        optimizer = LocoProp(model, lr=1e-3, output_transfer="linear", cuda_graph=cuda_graph)
+        optimizer = LocoProp(
+            model, preset="paper-m", lr=1e-3, output_transfer="linear", cuda_graph=cuda_graph
+        )
         optimizer.param_groups[0]["lr"] = rate.clone()
         for step in range(8):
             optimizer.param_groups[0]["lr"].fill_(1e-3 / (1 + step))
@@ -450,7 +456,7 @@ def in_place(
     monkeypatch.setattr(graphs, "MAX_RECORDINGS_IN_PLACE", 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(49, 5), nn.Tanh()).to(DEVICE, torch.float64)
-    optimizer = LocoProp(model, lr=1e-3, **settings)
+    optimizer = LocoProp(model, preset="paper-m", lr=1e-3, **settings)
     images, kept = batch(0), []
     for step in range(12):
         if moves(step):

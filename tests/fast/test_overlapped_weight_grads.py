@@ -213,7 +213,7 @@ def test_outputs_are_kept_no_longer_than_they_are_asked_for(
     monkeypatch.setattr(overlapped_weight_grads, "_is_worthwhile", lambda x: True)
 
     def kept(model: nn.Module, **settings: Any) -> list[bool]:
-        opt, found = LocoProp(model, lr=1e-3, **settings), []
+        opt, found = LocoProp(model, preset="paper-m", lr=1e-3, **settings), []
         for _ in range(2):
             with cuda_streams.overlapping_backward():
                 model(torch.randn(12, 6)).sum().backward()

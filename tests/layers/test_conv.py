@@ -344,7 +344,7 @@ def test_softmax_over_positions_is_not_a_transfer() -> None:
             return self.head(torch.softmax(self.conv(x), -1))
 
     network = Net().double()
-    opt = LocoProp(network, output_transfer="sigmoid")
+    opt = LocoProp(network, variant="locoprop-m", output_transfer="sigmoid")
     x = images(2, size=7)
     assert x.shape[-1] == 8
     loss_of(network, x).backward()

@@ -47,6 +47,7 @@ def outer(parameters: list[nn.Parameter]) -> Optimizer:
 
 
 LOCAL = [
+    Case("general", LocoProp, {"output_transfer": "sigmoid"}, takes_model=True),
     local("locoprop-s"),
     local("locoprop-m-adam", variant="locoprop-m", solver="adam"),
     local("locoprop-m-sgd", variant="locoprop-m", solver="sgd"),

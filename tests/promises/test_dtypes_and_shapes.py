@@ -24,6 +24,8 @@ def step(model: nn.Module, opt: LocoProp, x: Tensor) -> None:
     opt.zero_grad()
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* no effect with solver")
+
 CASES: list[dict[str, Any]] = [
     *({"variant": v} for v in ("locoprop-s", "locoprop-m", "pocoprop-s", "natural-s")),
     *({"solver": s} for s in ("sgd", "adam", "exact", Exact(decay=0.9, every=2, damping=0.1))),
@@ -31,6 +33,8 @@ CASES: list[dict[str, Any]] = [
     {"solver": "preconditioned", "gamma": 10.0},
     {"variant": "locoprop-s", "solver": Exact(decay=0.9)},
     {"regularizer": "fisher"},
+    {"preset": "general"},
+    {"preset": "spectral"},
 ]
 
 
@@ -163,9 +167,8 @@ WIDTH_ZERO = pytest.mark.filterwarnings("ignore:Initializing zero-element tensor
 def test_layers_of_width_zero(case: dict[str, Any], shape: tuple[int, ...]) -> None:
     """The bias of a layer without inputs is trained; a layer without outputs has nothing to train."""
     model = nn.Sequential(nn.Linear(6, 0), nn.Tanh(), nn.Linear(0, 3)).double()
-    opt = LocoProp(
-        model, **{"variant": "locoprop-m", "lr": 1e-3, "output_transfer": "linear", **case}
-    )
+    own = {} if "preset" in case else {"variant": "locoprop-m"}
+    opt = LocoProp(model, **{**own, "lr": 1e-3, "output_transfer": "linear", **case})
     for seed in range(2):
         model(batch(*shape, seed=seed)).sum().backward()
         opt.step()

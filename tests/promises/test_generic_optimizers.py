@@ -498,6 +498,8 @@ def test_repr_names_the_class_and_the_settings(case: Case) -> None:
 @each
 @pytest.mark.parametrize("lr", [-1.0, float("nan"), float("inf"), "0.1", None])
 def test_invalid_learning_rates(case: Case, lr: Any) -> None:
+    if lr is None and case in LOCAL:
+        return  # the learning rate of the preset
     with pytest.raises((ValueError, TypeError), match="lr"):
         case.make(network(), lr=lr)
 

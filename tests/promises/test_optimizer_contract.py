@@ -34,7 +34,7 @@ def step(model: nn.Module, opt: torch.optim.Optimizer, seed: int = 1) -> Tensor:
 def test_it_is_an_optimizer_with_defaults_and_groups() -> None:
     _, opt = make()
     assert isinstance(opt, torch.optim.Optimizer)
-    assert opt.defaults["momentum"] == 0.999
+    assert opt.defaults["momentum"] == 0.9
     assert {"lr", "gamma", "local_steps", "momentum", "decay", "eps", "weight_decay"} <= set(
         opt.param_groups[0]
     )

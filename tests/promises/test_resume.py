@@ -14,9 +14,13 @@ from torch import nn
 from torch_locoprop import LocoProp, Variant
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient
-from torch_locoprop.solvers import Exact
+from torch_locoprop.solvers import Exact, Spectral
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* no effect with solver")
 
 CASES: list[dict[str, Any]] = [
+    {"preset": "general"},
+    {"preset": "spectral", "solver": Spectral(every=3)},
     *({"variant": "locoprop-m", "solver": name, "lr": 1e-3} for name in FIRST_ORDER),
     *({"variant": name, "solver": "rmsprop", "lr": 1e-3} for name in VARIANTS),
     {"variant": "locoprop-s", "solver": Exact(decay=0.9, every=3, damping=1e-2), "lr": 0.1},
@@ -37,7 +41,10 @@ def train(model: nn.Module, opt: LocoProp, steps: range) -> None:
 
 def make(case: dict[str, Any], seed: int = 0) -> tuple[nn.Module, LocoProp]:
     model = network(seed=seed)
-    return model, LocoProp(model, momentum=0.9, gamma=2.0, output_transfer="sigmoid", **case)
+    own = {"momentum": 0.9, "output_transfer": "sigmoid"} | (
+        {} if "preset" in case else {"gamma": 2.0}
+    )
+    return model, LocoProp(model, **own, **case)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -141,7 +148,7 @@ def test_a_state_of_other_components_is_refused() -> None:
 
 def test_a_state_that_draws_labels_is_refused_where_the_loss_is_not_known() -> None:
     _, opt = make({"variant": "natural-s"})
-    other = LocoProp(network())
+    other = LocoProp(network(), preset="paper-m")
     with pytest.raises(ValueError, match=r"does not fit.* Say which by loss_fn="):
         other.load_state_dict(opt.state_dict())
     assert other.param_groups[0]["variant"] == "locoprop-m"

@@ -26,13 +26,13 @@ def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> None:
 
 def after_one_step(model: nn.Sequential | None = None, **options: Any) -> list[torch.Tensor]:
     model = model or network()
-    step(model, LocoProp(model, output_transfer="sigmoid", **options))
+    step(model, LocoProp(model, preset="paper-m", output_transfer="sigmoid", **options))
     return weights(model)
 
 
 def test_scheduled_lr_is_the_one_used() -> None:
     model = network()
-    opt = LocoProp(model, lr=1.0, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", lr=1.0, output_transfer="sigmoid")
     lr_scheduler.LambdaLR(opt, lambda epoch: 1e-3)
     step(model, opt)
     assert_close(weights(model), after_one_step(lr=1e-3))
@@ -40,8 +40,8 @@ def test_scheduled_lr_is_the_one_used() -> None:
 
 def test_one_cycle_moves_lr_and_momentum() -> None:
     model, reference = network(), network()
-    opt = LocoProp(model, lr=1e-3, momentum=0.9, output_transfer="sigmoid")
-    plain = LocoProp(reference, lr=1e-3, momentum=0.9, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", lr=1e-3, momentum=0.9, output_transfer="sigmoid")
+    plain = LocoProp(reference, preset="paper-m", lr=1e-3, momentum=0.9, output_transfer="sigmoid")
     scheduler = lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=6)
     seen = set()
     for k in range(6):
@@ -70,7 +70,7 @@ def test_one_cycle_moves_lr_and_momentum() -> None:
 )
 def test_torch_schedulers_run(make: Any) -> None:
     model = network()
-    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", lr=1e-3, output_transfer="sigmoid")
     scheduler = make(opt)
     rates = []
     for k in range(4):
@@ -142,7 +142,7 @@ def test_weight_and_bias_must_agree_on_their_problem(setting: dict[str, Any]) ->
     rest = [p for p in model.parameters() if p is not model[2].bias]
     groups = [{"params": rest}, {"params": [model[2].bias], **setting}]
     with pytest.raises(ValueError, match=rf"layer '2' solve one.*differ in {next(iter(setting))}"):
-        LocoProp(model, param_groups=groups)
+        LocoProp(model, preset="paper-m", param_groups=groups)
 
 
 def test_weight_and_bias_must_agree_on_the_rate_of_an_exact_solution() -> None:
@@ -160,7 +160,12 @@ def test_settings_that_have_no_effect_are_named() -> None:
         {"params": model[1].parameters(), "lr": 0.1, "weight_decay": 0.0},
     ]
     with pytest.warns(UserWarning, match=r"2 parameters of a group.*lr, weight_decay do not apply"):
-        LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1), param_groups=groups)
+        LocoProp(
+            model,
+            preset="paper-m",
+            fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+            param_groups=groups,
+        )
 
 
 def test_a_part_of_the_model() -> None:
@@ -170,6 +175,7 @@ def test_a_part_of_the_model() -> None:
     x = batch(8, 6)
     opt = LocoProp(
         model,
+        preset="paper-m",
         lr=1e-2,
         output_transfer="sigmoid",
         param_groups=[{"params": [model[0].weight, model[2].weight, model[2].bias]}],
@@ -183,7 +189,7 @@ def test_a_part_of_the_model() -> None:
 
 def test_add_param_group_serves_a_layer_that_came_later() -> None:
     model = network()
-    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", lr=1e-3, output_transfer="sigmoid")
     step(model, opt)
     model.append(nn.Linear(3, 3).double())
     opt.add_param_group({"params": model[-1].parameters(), "lr": 5e-3})
@@ -202,9 +208,9 @@ def test_add_param_group_serves_a_layer_that_came_later() -> None:
 def test_a_solver_that_replaces_another_begins_anew(second: str) -> None:
     """Also in a resumed run; state entries of the same name have another meaning."""
     model = network()
-    opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", lr=1e-3, output_transfer="sigmoid")
     step(model, opt)
-    resumed = LocoProp(model, output_transfer="sigmoid")
+    resumed = LocoProp(model, preset="paper-m", output_transfer="sigmoid")
     resumed.load_state_dict(opt.state_dict())
     resumed.param_groups[0]["solver"] = second
     expected = after_one_step(copy.deepcopy(model), lr=1e-3, solver=second)
@@ -214,8 +220,8 @@ def test_a_solver_that_replaces_another_begins_anew(second: str) -> None:
 
 def test_maximize_is_the_negated_loss() -> None:
     model, other = network(), network()
-    up = LocoProp(model, lr=1e-3, maximize=True, output_transfer="sigmoid")
-    down = LocoProp(other, lr=1e-3, output_transfer="sigmoid")
+    up = LocoProp(model, preset="paper-m", lr=1e-3, maximize=True, output_transfer="sigmoid")
+    down = LocoProp(other, preset="paper-m", lr=1e-3, output_transfer="sigmoid")
     x = batch(8, 6)
     cross_entropy(model(x), x[:, :3]).backward()
     (-cross_entropy(other(x), x[:, :3])).backward()
@@ -228,6 +234,7 @@ def test_a_group_that_is_refused_leaves_all_as_it_was() -> None:
     model = network()
     opt = LocoProp(
         model,
+        preset="paper-m",
         param_groups=[{"params": [p for p in model.parameters() if p is not model[0].bias]}],
         output_transfer="sigmoid",
     )
@@ -241,7 +248,9 @@ def test_a_group_that_is_refused_leaves_all_as_it_was() -> None:
 
 def test_groups_have_names() -> None:
     model = network()
-    opt = LocoProp(model, param_groups=[{"params": model.parameters(), "name": "all"}])
+    opt = LocoProp(
+        model, preset="paper-m", param_groups=[{"params": model.parameters(), "name": "all"}]
+    )
     step(model, opt)
     assert opt.param_groups[0]["name"] == "all"
     assert opt.state_dict()["param_groups"][0]["name"] == "all"
@@ -307,10 +316,15 @@ def test_other_settings_are_taken_from_the_next_forward_pass_on(setting: dict[st
     """One iteration keeps no rows, so the next forward pass must record what five need."""
     model = network()
     own = {"lr": 1e-2, "gamma": 20.0, "solver": "sgd", "local_steps": 1}
-    opt = LocoProp(model, **own, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", **own, output_transfer="sigmoid")
     step(model, opt)
     opt.param_groups[0].update(setting)
-    fresh = LocoProp(other := copy.deepcopy(model), **{**own, **setting}, output_transfer="sigmoid")
+    fresh = LocoProp(
+        other := copy.deepcopy(model),
+        preset="paper-m",
+        **{**own, **setting},
+        output_transfer="sigmoid",
+    )
     fresh.param_groups[0]["steps"] = 1
     fresh._require()  # which rows are drawn depends on it
     step(other, fresh)
@@ -324,7 +338,7 @@ def test_a_group_that_was_replaced_is_the_group_that_counts() -> None:
     found = []
     for replace in (False, True):
         model = network()
-        opt = LocoProp(model, lr=1e-3, output_transfer="sigmoid")
+        opt = LocoProp(model, preset="paper-m", lr=1e-3, output_transfer="sigmoid")
         for step in range(4):
             if step == 2 and replace:
                 opt.param_groups[0] = {**opt.param_groups[0], **changes}

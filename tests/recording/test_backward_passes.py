@@ -107,7 +107,7 @@ def test_a_layer_whose_gradient_is_none() -> None:
 @pytest.mark.parametrize("retain", [False, True])
 def test_inputs_are_freed_with_the_step_even_while_the_loss_is_kept(retain: bool) -> None:
     model = network()
-    opt = LocoProp(model, lr=1e-2, output_transfer="sigmoid")
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-2, output_transfer="sigmoid")
     hidden: list[weakref.ref[Tensor]] = []
     model[1].register_forward_hook(lambda module, args, out: hidden.append(weakref.ref(out)))
     loss = cross_entropy(model(X), Y)

@@ -98,7 +98,7 @@ def test_a_module_called_several_times() -> None:
 
 def test_different_transfers_behind_one_module() -> None:
     model = nn.Linear(4, 4).double()
-    opt = LocoProp(model, lr=1e-2)
+    opt = LocoProp(model, preset="paper-m", lr=1e-2)
     x = batch(5, 4)
     F.mse_loss(model(torch.tanh(model(torch.relu(model(x))))), x).backward()
     opt.step()

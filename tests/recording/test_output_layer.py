@@ -32,7 +32,9 @@ def test_a_layer_in_front_of_one_that_is_not_given() -> None:
         nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)
     ).double()
     given = [*model[0].parameters(), *model[2].parameters()]
-    opt = LocoProp(model, output_transfer="softmax", param_groups=[{"params": given}])
+    opt = LocoProp(
+        model, preset="paper-m", output_transfer="softmax", param_groups=[{"params": given}]
+    )
     step(model, opt, batch(8, 6))
     assert transfers_of(opt) == {"0": "relu", "2": "tanh"}
 
@@ -58,7 +60,12 @@ class TiedHead(nn.Module):
 def test_a_layer_in_front_of_a_tied_head(functional: bool) -> None:
     torch.manual_seed(0)
     model = TiedHead(functional)
-    opt = LocoProp(model, output_transfer="softmax", fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    opt = LocoProp(
+        model,
+        preset="paper-m",
+        output_transfer="softmax",
+        fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     step(model, opt, torch.arange(7))
     assert transfers_of(opt) == {"fc1": "relu", "fc2": None}
     assert not opt._layers[1].is_output
@@ -107,7 +114,7 @@ class TwoHeads(nn.Module):
 
 def test_softmax_over_one_feature_is_refused() -> None:
     model = TwoHeads()
-    opt = LocoProp(model, output_transfer="softmax")
+    opt = LocoProp(model, preset="paper-m", output_transfer="softmax")
     policy, value = model(batch(8, 4).float())
     (policy.logsumexp(-1).sum() + value.square().sum()).backward()
     opt.step()
@@ -130,7 +137,7 @@ def test_a_dataclass_as_output() -> None:
             return Output(torch.sigmoid(self.one(x)))
 
     model = Model()
-    opt = LocoProp(model)
+    opt = LocoProp(model, preset="paper-m")
     model(batch(8, 4).float()).logits.sum().backward()
     opt.step()
     assert transfers_of(opt) == {"one": "sigmoid"}
@@ -147,7 +154,7 @@ def test_a_softmax_over_something_else_than_the_features(
     width: int, after: Callable[[Tensor], Tensor]
 ) -> None:
     model = nn.Linear(4, width)
-    opt = LocoProp(model)
+    opt = LocoProp(model, preset="paper-m")
     after(model(batch(8, 4).float())).square().sum().backward()
     opt._hooks.trace_loss(torch.zeros(()))
 
@@ -206,7 +213,7 @@ EXPECTED = {"0": "tanh", "2": "tanh", "4": "softmax"}
 
 def test_two_optimizers_on_one_model_see_the_same() -> None:
     model = tanh_net()
-    opts = [LocoProp(model, lr=1e-4, output_transfer="softmax") for _ in range(2)]
+    opts = [LocoProp(model, preset="paper-m", lr=1e-4, output_transfer="softmax") for _ in range(2)]
     model(batch(8, 4)).square().sum().backward()
     for opt in opts:
         opt.step()
@@ -217,7 +224,7 @@ def test_an_optimizer_made_anew_while_a_loss_is_kept() -> None:
     model = tanh_net()
     kept = []
     for _ in range(2):
-        opt = LocoProp(model, lr=1e-4, output_transfer="softmax")
+        opt = LocoProp(model, preset="paper-m", lr=1e-4, output_transfer="softmax")
         loss = model(batch(8, 4)).square().sum()
         loss.backward()
         opt.step()
@@ -239,7 +246,12 @@ def test_a_head_with_a_computed_weight(head: Callable[[Tensor], Tensor]) -> None
             return F.linear(self.one(x), head(self.weight))
 
     model = Computed()
-    opt = LocoProp(model, output_transfer="softmax", fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    opt = LocoProp(
+        model,
+        preset="paper-m",
+        output_transfer="softmax",
+        fallback=lambda p: torch.optim.SGD(p, lr=0.1),
+    )
     step(model, opt, batch(8, 4).float())
     assert transfers_of(opt) == {"one": None}
     assert not opt._layers[0].is_output
@@ -247,7 +259,7 @@ def test_a_head_with_a_computed_weight(head: Callable[[Tensor], Tensor]) -> None
 
 def test_a_log_softmax_between_layers_is_not_softmax() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LogSoftmax(-1), nn.Linear(4, 4))
-    opt = LocoProp(model)
+    opt = LocoProp(model, preset="paper-m")
     step(model, opt, batch(8, 4).float())
     assert transfers_of(opt) == {"0": None, "2": None}
     assert "followed by LogSoftmax" in opt.summary()
@@ -256,7 +268,7 @@ def test_a_log_softmax_between_layers_is_not_softmax() -> None:
 @pytest.mark.parametrize("how", ["replaced", "parametrized"])
 def test_parameters_that_are_no_longer_the_layers_own(how: str) -> None:
     model = tanh_net()
-    opt = LocoProp(model, output_transfer="softmax")
+    opt = LocoProp(model, preset="paper-m", output_transfer="softmax")
     if how == "replaced":
         model[2].weight = nn.Parameter(torch.eye(4).double())
     else:
@@ -297,7 +309,7 @@ def test_a_transfer_that_was_found_is_not_the_one_inside_the_loss(
     end: str, given: dict[str, Any]
 ) -> None:
     model = Followed(ENDS[end])
-    opt = LocoProp(model, **given)
+    opt = LocoProp(model, preset="paper-m", **given)
     z = model(batch(8, 4))
     F.cross_entropy(z @ z.t(), torch.arange(8)).backward()
     opt.step()
@@ -331,7 +343,7 @@ def test_what_a_loss_does_with_the_output_does_not_matter(
 ) -> None:
     """output_transfer= is used whether or not the loss itself can be searched."""
     model = tanh_net()
-    opt = LocoProp(model, lr=1e-4, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", lr=1e-4, output_transfer="sigmoid")
 
     def backward() -> Tensor:
         found = loss(model(batch(8, 4)))
@@ -363,7 +375,7 @@ def test_a_transfer_in_the_model_that_is_given_too(end: Callable[[Tensor], Tenso
 
     model = Probabilities()
     for options in ({}, {"variant": "natural-s"}):
-        opt = LocoProp(model, lr=1e-4, output_transfer="softmax", **options)
+        opt = LocoProp(model, preset="paper-m", lr=1e-4, output_transfer="softmax", **options)
         step(model, opt, batch(8, 4))
         assert list(transfers_of(opt).values()) == list(EXPECTED.values())
         assert opt._layers[-1].is_output

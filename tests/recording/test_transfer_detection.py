@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 def transfer_of_first(between: Callable[[Tensor], Tensor], *shape: int) -> object:
     model = Net(between)
-    opt = LocoProp(model, lr=1e-4)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
     model(batch(*(shape or (5, 4)))).square().sum().backward()
     opt.step()
     return opt._layers[0].transfer
@@ -142,7 +142,7 @@ def test_no_elementwise_transfer_means_locoprop_s_and_says_why(
     function: Callable[[Tensor], Tensor], reason: str
 ) -> None:
     model = Net(function)
-    opt = LocoProp(model, lr=1e-4)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
     model(batch(5, 4)).square().sum().backward()
     opt.step()
     row = opt.summary().splitlines()[2]
@@ -220,7 +220,7 @@ def output_row(opt: LocoProp) -> list[str]:
 
 def test_the_output_transfer_is_asked_for_when_unknown() -> None:
     model = Net(torch.tanh)
-    opt = LocoProp(model, lr=1e-4)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
     F.mse_loss(model(batch(5, 4)), batch(5, 4)).backward()
     opt.step()
     assert output_row(opt)[4:] == [
@@ -232,7 +232,7 @@ def test_the_output_transfer_is_asked_for_when_unknown() -> None:
 @pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])
 def test_output_transfer_by_name(name: str) -> None:
     model = Net(torch.tanh)
-    opt = LocoProp(model, lr=1e-4, output_transfer=name)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4, output_transfer=name)
     F.mse_loss(model(batch(5, 4)), batch(5, 4)).backward()
     opt.step()
     assert output_row(opt)[3:5] == [name, "locoprop-m"]
@@ -251,7 +251,7 @@ LOSSES = [
 @pytest.mark.parametrize(("loss_fn", "name"), LOSSES)
 def test_output_transfer_from_the_loss(loss_fn: Callable[..., Tensor], name: str) -> None:
     model = Net(torch.tanh)
-    opt = LocoProp(model, lr=1e-4, loss_fn=loss_fn)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4, loss_fn=loss_fn)
     loss_fn(model(batch(5, 4)), batch(5, 4)).backward()
     opt.step()
     assert output_row(opt)[3:5] == [name, "locoprop-m"]
@@ -260,7 +260,7 @@ def test_output_transfer_from_the_loss(loss_fn: Callable[..., Tensor], name: str
 @pytest.mark.parametrize(("loss_fn", "name"), LOSSES)
 def test_output_transfer_from_the_closure(loss_fn: Callable[..., Tensor], name: str) -> None:
     model = Net(torch.tanh)
-    opt = LocoProp(model, lr=1e-4)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
 
     def closure() -> Tensor:
         loss = loss_fn(model(batch(5, 4)), batch(5, 4))
@@ -273,7 +273,7 @@ def test_output_transfer_from_the_closure(loss_fn: Callable[..., Tensor], name: 
 
 def test_a_transfer_inside_the_model_needs_no_loss() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid())
-    opt = LocoProp(model, lr=1e-4)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
     F.binary_cross_entropy(model(batch(5, 4).float()), batch(5, 4).float()).backward()
     opt.step()
     assert output_row(opt)[3:5] == ["sigmoid", "locoprop-m"]
@@ -285,7 +285,7 @@ def test_a_loss_computed_inside_the_model_is_seen() -> None:
             return F.cross_entropy(super().forward(x), x)
 
     model = WithLoss(torch.tanh)
-    opt = LocoProp(model, lr=1e-4)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
     model(batch(5, 4)).backward()
     opt.step()
     assert output_row(opt)[3:5] == ["softmax", "locoprop-m"]
@@ -295,6 +295,7 @@ def test_explicit_transfers_win() -> None:
     model = Net(torch.tanh)
     opt = LocoProp(
         model,
+        preset="paper-m",
         lr=1e-4,
         transfers={"one": "linear", "two": transfers.Softplus(2.0)},
         output_transfer="sigmoid",
@@ -308,7 +309,7 @@ def test_explicit_transfers_win() -> None:
 
 @pytest.mark.parametrize("name", ["gelu", "SiLU"])
 def test_an_explicit_non_monotone_transfer_is_served_by_locoprop_s(name: str) -> None:
-    opt = LocoProp(Net(torch.tanh), transfers={"one": name})
+    opt = LocoProp(Net(torch.tanh), preset="paper-m", transfers={"one": name})
     row = opt.summary().splitlines()[2]
     assert "locoprop-s" in row
     assert f"{name} is not monotone" in row
@@ -319,7 +320,7 @@ def test_the_wrong_transfer_makes_a_difference() -> None:
     for given in (None, {"one": "linear"}):
         torch.manual_seed(0)
         model = Net(torch.tanh)
-        opt = LocoProp(model, lr=1e-2, transfers=given)
+        opt = LocoProp(model, preset="paper-m", lr=1e-2, transfers=given)
         model(4 * batch(5, 4)).square().sum().backward()
         opt.step()
         results.append(model.one.weight.detach())

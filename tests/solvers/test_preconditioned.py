@@ -399,7 +399,7 @@ def test_its_defaults_are_used_where_no_other_value_is_given() -> None:
         4,
         "mean",
     ]
-    assert found(solver="sgd") == found() == [1e-5, 10.0, 10, "sum"]
+    assert found(solver="sgd") == found(preset="paper-m") == [1e-5, 10.0, 10, "sum"]
 
 
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m", "natural-s"])

@@ -21,7 +21,7 @@ def key_of(opt: LocoProp) -> list[object]:
 
 def before_a_step() -> tuple[LocoProp, graphs.DeviceRates]:
     model = network()
-    opt = LocoProp(model, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", output_transfer="sigmoid")
     for step in range(2):  # after the first, there are states
         model(batch(8, 6, seed=step)).sum().backward()
         if step == 0:
@@ -52,7 +52,10 @@ def test_groups_whose_rates_part_are_another_key() -> None:
     model = network()
     *most, last = model.parameters()
     opt = LocoProp(
-        model, output_transfer="sigmoid", param_groups=[{"params": most}, {"params": [last]}]
+        model,
+        preset="paper-m",
+        output_transfer="sigmoid",
+        param_groups=[{"params": most}, {"params": [last]}],
     )
     model(batch(8, 6)).sum().backward()
     rates, keys = graphs.DeviceRates(), []

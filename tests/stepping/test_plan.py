@@ -73,7 +73,7 @@ def test_a_plan_stays_while_nothing_changes(variant: str) -> None:
 @pytest.mark.parametrize("name", PLAN_SETTINGS)
 def test_a_setting_of_the_plan_makes_another_one(name: str) -> None:
     model = network()
-    opt = LocoProp(model, output_transfer="sigmoid")
+    opt = LocoProp(model, preset="paper-m", output_transfer="sigmoid")
     take_steps(model, opt, 2)
     plan = opt._plan
     opt.param_groups[0][name] = CHANGED[name]

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from torch_locoprop.config.presets import PRESETS, resolved
 from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.config.settings import SETTINGS
 
 # The constructor's arguments that are no settings.
 ARGUMENTS = (
-    *("model", "transfers", "output_transfer", "loss_fn", "layers", "guards", "diagnose"),
+    *("model", "preset", "transfers", "output_transfer", "loss_fn", "layers", "guards", "diagnose"),
     *("cuda_graph", "apply", "outer", "fallback", "param_groups"),
 )
 
@@ -24,21 +25,24 @@ C = TypeVar("C", bound=type[Any])
 def with_settings(cls: C) -> C:
     """Complete a class whose constructor takes ``**settings``.
 
-    ``inspect.signature`` and ``help`` then show every setting with its default, and the line
-    ``{settings}`` in the class's docstring is replaced by the meaning of each.
+    ``inspect.signature`` and ``help`` then show every setting with its value in the general preset.
+    The lines ``{presets}`` and ``{settings}`` in the class's docstring are replaced by the presets and
+    by the meaning of each setting.
     """
     signature = inspect.signature(cls)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     settings = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=setting.default)
-        for name, setting in SETTINGS.items()
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
+        for name, value in resolved({}).items()
         if name not in signature.parameters
     ]
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     whole = signature.replace(parameters=[first, *own, *settings])
     setattr(cls.__init__, "__signature__", whole)  # noqa: B010  # not of the class: subclasses inherit it
     if cls.__doc__ is not None:  # which python -OO removes
-        cls.__doc__ = cls.__doc__.replace("{settings}", _documentation())
+        cls.__doc__ = cls.__doc__.replace("{settings}", _settings()).replace(
+            "{presets}", _presets()
+        )
     return cls
 
 
@@ -65,7 +69,13 @@ def check_arguments(
             raise TypeError(unknown("argument of LocoProp", name, known))
 
 
-def _documentation() -> str:
+def _presets() -> str:
+    """Return the purpose of all presets as sentences of an entry of an ``Args`` section."""
+    text = " ".join(f"``{name}``: {preset.purpose}" for name, preset in PRESETS.items())
+    return textwrap.indent(textwrap.fill(text, width=91, break_on_hyphens=False), " " * 12).lstrip()
+
+
+def _settings() -> str:
     """Return the meaning of all settings as entries of an ``Args`` section."""
     entries = [
         textwrap.fill(f"{name}: {setting.meaning}", width=95, subsequent_indent="    ")

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torch_locoprop.config.components import Components
-from torch_locoprop.config.settings import LAYER_SETTINGS, check_names, with_guards
+from torch_locoprop.config.settings import LAYER_SETTINGS, check_names
 from torch_locoprop.paper.fisher import PREDICTIVE
 from torch_locoprop.paper.transfers import Transfer
 
@@ -22,16 +22,6 @@ BOOKKEEPING: dict[str, Any] = {
     "state_of": None,  # the solver whose state there is
 }
 _NO_SETTINGS = ("params", "name", "initial_lr", *BOOKKEEPING)
-
-
-def merged(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> Group:
-    """Return a group with the defaults for all settings that it does not set."""
-    if not isinstance(group, Mapping):
-        raise TypeError(
-            "param_groups= takes dictionaries with 'params' and settings of their own, not "
-            f"{type(group).__name__}."
-        )
-    return {**defaults, **with_guards(group)}
 
 
 def checked_group(

@@ -39,8 +39,9 @@ Rate = Annotated[
         default=1e-5,  # η
         per_tensor=True,
         in_graph_key=False,  # a CUDA graph reads it from the device
-        meaning="step of the local solver, η. BackProp's learning rate corresponds to lr · gamma. With "
-        "``preconditioned``, the part of the way to the local solution, at most 1.",
+        meaning="the learning rate: of the spectral step as of AdamW; of local iterations the step η, "
+        "so that BackProp's learning rate corresponds to lr · gamma; with ``preconditioned`` the part "
+        "of the way to the local solution, at most 1. None is the preset's or the solver's.",
     ),
 ]
 
@@ -52,6 +53,7 @@ class Settings(TypedDict, total=False):
         str | Variant,
         Component(
             default="locoprop-m",
+            names_method=True,
             meaning="which local problem a layer solves: ``locoprop-s``, ``locoprop-m``, "
             "``pocoprop-s``, ``pocoprop-m``, ``natural-s``, ``proxprop``, or a "
             ":class:`~torch_locoprop.variants.Variant` of your own.",
@@ -61,20 +63,23 @@ class Settings(TypedDict, total=False):
         float,
         Number(
             default=10.0,
+            names_method=True,
             may_equal=False,
             meaning="distance γ of the target from the present activation.",
         ),
     ]
     local_steps: Annotated[
-        int, Count(default=10, meaning="number T of local iterations in each step.")
+        int,
+        Count(default=10, names_method=True, meaning="number T of local iterations in each step."),
     ]
     solver: Annotated[
         str | Solver,
         Component(
             default="rmsprop",
+            names_method=True,
             meaning="``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (with "
-            "TensorFlow's semantics), ``exact``, ``preconditioned`` (with defaults of its own: lr 1, "
-            'gamma 0.05, three local steps, ``local_reduction="mean"``), or a '
+            "TensorFlow's semantics), ``exact``, ``spectral``, ``preconditioned`` (with defaults of "
+            'its own: lr 1, gamma 0.05, three local steps, ``local_reduction="mean"``), or a '
             ":class:`~torch_locoprop.solvers.Solver` of your own.",
         ),
     ]
@@ -100,6 +105,7 @@ class Settings(TypedDict, total=False):
         float,
         Number(
             default=1e-5,
+            names_method=True,
             per_tensor=True,
             meaning="the solver's ε; with adagrad the start of its accumulator.",
         ),
@@ -117,6 +123,7 @@ class Settings(TypedDict, total=False):
         str | Regularizer | None,
         Component(
             default=None,
+            names_method=True,
             meaning="None, ``l2``, ``l1``, ``fisher``, or a "
             ":class:`~torch_locoprop.regularizers.Regularizer` of your own.",
         ),
@@ -125,6 +132,7 @@ class Settings(TypedDict, total=False):
         str,
         Choice(
             default="linear",
+            names_method=True,
             choices=LOCAL_DECAYS,
             meaning="learning rate of iteration t: ``linear`` is ``lr · max(1 − t/T, 1/4)``, "
             "``constant`` is lr.",
@@ -134,6 +142,7 @@ class Settings(TypedDict, total=False):
         str,
         Choice(
             default="sum",
+            names_method=True,
             choices=LOCAL_REDUCTIONS,
             meaning="``sum`` over the rows of a batch, as in the paper, or ``mean``, which makes the "
             "settings independent of the batch size and of the loss's reduction. A loss that sums "
@@ -162,6 +171,7 @@ class Settings(TypedDict, total=False):
         int,
         Count(
             default=1,
+            names_method=True,
             meaning="solve the local problems in every k-th step; the other steps are one iteration "
             "of the solver, which is BackProp (with ``exact``: of ``sgd``).",
         ),
@@ -170,6 +180,7 @@ class Settings(TypedDict, total=False):
         int | None,
         Count(
             default=None,
+            names_method=True,
             optional=True,
             meaning="keep at most so many rows of each call of a layer, drawn at random; each counts "
             "for several. Every output position of a convolution is a row, and images are kept "
@@ -203,6 +214,7 @@ class Settings(TypedDict, total=False):
         bool,
         Switch(
             default=False,
+            names_method=True,
             meaning="a layer whose local loss has risen, or whose solution is not finite, takes the "
             "BackProp step instead and loses its momentum. Costs one more product with all rows "
             "and, where the loss has a transfer, its integral in float64.",
@@ -221,10 +233,6 @@ SETTINGS: dict[str, Setting] = {
         for name, annotated in get_type_hints(Settings, include_extras=True).items()
     },
 }
-
-
-class NotGiven(float):
-    """A default that differs from the same number given by the user; no setting ever has it."""
 
 
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}

@@ -25,6 +25,9 @@ class WithFallback(torch.optim.Optimizer):
     """
 
     _fallback: torch.optim.Optimizer | None
+    _fallback_rate: float = (
+        1e-3  # learning rate of the AdamW that is made if the user gives no fallback
+    )
 
     def _add_to_fallback(self, params: list[nn.Parameter], factory: FallbackFactory | None) -> None:
         """Give parameters to the fallback, which is made if there is none yet.
@@ -38,7 +41,7 @@ class WithFallback(torch.optim.Optimizer):
         if self._fallback is not None:
             self._fallback.add_param_group({"params": params})
         else:
-            self._fallback = make_fallback(factory, params)
+            self._fallback = make_fallback(factory, params, self._fallback_rate)
             self.state.update(self._fallback.state)
         for group in self._fallback.param_groups:
             if not any(group is own for own in self.param_groups):
@@ -89,13 +92,14 @@ def check_recorded(layers: Iterable[LayerRecord]) -> None:
 
 
 def make_fallback(
-    factory: FallbackFactory | None, params: list[nn.Parameter]
+    factory: FallbackFactory | None, params: list[nn.Parameter], rate: float
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters without a local problem.
 
     Args:
-        factory: the user's ``fallback=``; None makes ``AdamW(lr=1e-3)``, with a warning.
+        factory: the user's ``fallback=``; None makes AdamW, with a warning.
         params: the parameters without a local problem.
+        rate: the learning rate of that AdamW.
 
     Raises:
         TypeError: if ``factory`` is not callable or does not return a suitable optimizer.
@@ -103,11 +107,11 @@ def make_fallback(
     """
     if factory is None:
         warnings.warn(
-            f"{len(params)} parameters have no local problem and get AdamW(lr=1e-3). Pass fallback= "
-            "to choose another optimizer. print(opt.summary()) lists these parameters.",
+            f"{len(params)} parameters have no local problem and get AdamW(lr={rate:g}). Pass "
+            "fallback= to choose another optimizer. print(opt.summary()) lists these parameters.",
             stacklevel=4,
         )
-        return torch.optim.AdamW(params, lr=1e-3)
+        return torch.optim.AdamW(params, lr=rate)
     if not callable(factory):
         raise TypeError(
             f"fallback= must be a function of the parameters that have no local problem, not "

@@ -18,7 +18,7 @@ from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.solvers import FirstOrder
+from torch_locoprop.solvers import FirstOrder, Spectral
 from torch_locoprop.stepping.method import Plan, problems_before
 
 Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # of each layer, the tensors to be moved
@@ -90,15 +90,15 @@ def is_capturable(
 ) -> bool:
     """Return True if a whole training step can be one CUDA graph, whatever the number of the step.
 
-    That takes first-order solvers, all rows in every step, and only components of this library: those
-    of a user may do anything on the host.
+    That takes first-order solvers or the spectral step, all rows in every step, and only components of
+    this library: those of a user may do anything on the host.
     """
     if any(group["every"] != 1 or group["max_rows"] is not None for group in groups):
         return False
     if any("fisher" in layer.needs for layer in layers):
         return False
     solvers = [components.solver(group) for group in groups]
-    if not all(isinstance(solver, FirstOrder) for solver in solvers):
+    if not all(isinstance(solver, FirstOrder | Spectral) for solver in solvers):
         return False
     variants = [components.variant(group) for group in groups]
     parts = [*solvers, *(components.regularizer(group) for group in groups)]

@@ -10,15 +10,16 @@ from torch import nn
 
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import (
+    BOOKKEEPING,
     Group,
     check_agreement,
     check_division,
     check_predictive,
     checked_group,
-    merged,
     restricted,
     warn_of_ignored,
 )
+from torch_locoprop.config.presets import Given
 from torch_locoprop.distributed import ddp
 from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.tensors import holds
@@ -33,7 +34,7 @@ from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFall
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.method import Plan
+from torch_locoprop.stepping.method import Plan, problems_before
 from torch_locoprop.stepping.outer_optimizer import Outer
 from torch_locoprop.stepping.requirements import (
     check_recorded_needs,
@@ -46,9 +47,9 @@ _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a hos
 
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
 _KEPT = (
-    *("_model", "_components", "_given_transfers", "_output_transfer", "_loss_transfer"),
+    *("_model", "_components", "_given", "_given_transfers", "_output_transfer", "_loss_transfer"),
     *("_loss_facts", "_fallback", "_outer", "_apply", "_patterns", "_measurements", "_replays"),
-    *("_notices", "_fisher_missing"),
+    *("_notices", "_fisher_missing", "_fallback_rate"),
 )
 
 
@@ -57,6 +58,7 @@ class LayerOptimizer(WithFallback):
 
     _model: nn.Module
     _components: Components
+    _given: Given  # the settings and the preset of the constructor
     _given_transfers: dict[str, str | Transfer]  # by module name
     _output_transfer: Transfer | None
     _loss_transfer: Transfer | None  # read from loss_fn
@@ -142,6 +144,12 @@ class LayerOptimizer(WithFallback):
         """True if a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
         alone = self._fallback is None and self._outer is None and self._measurements is None
         return alone and is_capturable(self._local_groups(), self._components, self._layers)
+
+    @property
+    def phase(self) -> tuple[int, ...]:
+        """Equal for steps that do the same work, if :attr:`capturable` is True."""
+        groups = self._local_groups()
+        return tuple(self._components.solver(g).phase(problems_before(g)) for g in groups)
 
     def _detect_transfers(self) -> None:
         """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
@@ -250,7 +258,7 @@ class LayerOptimizer(WithFallback):
                 "A group was added between backward() and step(): what the layers recorded would be "
                 "lost. Call step() or zero_grad() first."
             )
-        group = self._checked(merged(self.defaults, param_group))
+        group = self._checked(BOOKKEEPING | self._given.group(param_group))
         known = {p for own in self.param_groups for p in own["params"]}
         if known & set(group["params"]):
             raise ValueError("some parameters appear in more than one parameter group")

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from torch_locoprop.solvers import Exact
 
+pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+
 PARTS = ([4, 4], [2, 2, 2, 2], [3, 3, 2], [7, 1])  # the last ones uneven
 
 

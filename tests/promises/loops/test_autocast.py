@@ -12,6 +12,8 @@ from torch import Tensor
 
 from torch_locoprop.solvers import Exact
 
+pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+
 DTYPES = [torch.bfloat16, torch.float16]
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch_locoprop.solvers import Exact
 from torch_locoprop.stepping.fallback_optimizer import move_state
 
+pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"solver": "adam", "eps": 1e-3},

@@ -339,7 +339,7 @@ def test_low_rank_adapters_train_beside_frozen_layers() -> None:
             return self.base(x) + self.up(self.down(x))
 
     model = nn.Sequential(Adapted(6, 5), nn.Tanh(), Adapted(5, 3)).double()
-    opt = LocoProp(model, lr=1e-3, momentum=0.9, output_transfer="linear")
+    opt = LocoProp(model, preset="paper-m", lr=1e-3, momentum=0.9, output_transfer="linear")
     frozen, x = weights(model[0].base), batch(8, 6)
     losses = []
     for _ in range(20):

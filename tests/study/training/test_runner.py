@@ -234,7 +234,9 @@ def test_the_run_is_the_plain_loop(tmp_path: Path) -> None:
     config = tiny.config(settings={"lr": 1e-3}, warmup_epochs=2, seed=5)
     run(config, tmp_path, data=DATA)
     model = architectures.build("12-8-3", seed=5)
-    optimizer = LocoProp(model, lr=1e-3, output_transfer="sigmoid", weight_decay=1e-5)
+    optimizer = LocoProp(
+        model, variant="locoprop-m", lr=1e-3, output_transfer="sigmoid", weight_decay=1e-5
+    )
     expected = [(float("nan"), 0.0), (0.0, 0), (0.5, 1), (0.5, 2), (0.25, 3)]
     for row, (rate, epoch) in zip(losses(tmp_path), expected, strict=True):
         if not math.isnan(rate):
