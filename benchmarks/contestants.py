@@ -189,6 +189,10 @@ CONTESTANTS = {
         gpu_only=True,
     ),
     "locoprop-s": Contestant("LocoProp-S", _method("locoprop-s"), work.gram_flop),
+    # Each of its two kinds of steps runs three times before it is recorded.
+    "locoprop-spectral": Contestant(
+        "LocoProp spectral", _method("locoprop-spectral"), cycle=10, warm_up=50
+    ),
     "per-layer": Contestant("torch.optim for each layer", _per_layer, work.locoprop_flop),
     "pypi": Contestant("locoprop 0.1.0 of PyPI", _pypi, work.locoprop_flop),
     "adamw": Contestant("AdamW, fused", _with(_adamw), _backprop_flop),

@@ -154,7 +154,7 @@ def test_a_method_is_shown_with_settings_defaults_origin_and_space(
     ("line", "found"),
     [
         ("locoprop tr", {"train"}),
-        ("locoprop train --method locoprop-", {"locoprop-m", "locoprop-s"}),
+        ("locoprop train --method locoprop-", {"locoprop-m", "locoprop-s", "locoprop-spectral"}),
         ("locoprop train --method adam --set m", {"momentum="}),
         ("locoprop train --method nothing --set m", set()),
         ("locoprop train --set local_st", {"local_steps="}),

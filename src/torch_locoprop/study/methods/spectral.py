@@ -1,0 +1,46 @@
+"""LocoProp's spectral step: the closed form of LocoProp-S with a bounded spectral norm."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torch_locoprop import LocoProp
+from torch_locoprop.solvers import Spectral
+from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
+from torch_locoprop.study.methods.search_space import SHORT_AVERAGE, Span
+
+_OF_SOLVER = ("every", "averaging", "damping", "fall", "agreement")
+
+
+def _build(model: nn.Module, settings: Settings) -> Optimizer:
+    own = {name: value for name, value in settings.items() if name not in _OF_SOLVER}
+    solver = Spectral(**{name: settings[name] for name in _OF_SOLVER})
+    return LocoProp(model, preset="spectral", solver=solver, **own)
+
+
+register(
+    Method(
+        "locoprop-spectral",
+        _build,
+        {
+            "lr": 0.015,
+            "momentum": 0.85,
+            "decay": 0.95,
+            "every": 10,
+            "averaging": 0.8,
+            "damping": 0.02,
+            "fall": 50.0,
+            "agreement": 0.0,
+        },
+        f"{TUNED}, 25 trials of a prototype",
+        label="LocoProp spectral",
+        colour="#00264d",
+        marker="$S$",
+        space={
+            "lr": Span(1e-3, 0.1),
+            "momentum": SHORT_AVERAGE,
+            "damping": Span(1e-3, 1.0),  # relative to the mean diagonal of XᵀX
+        },
+    )
+)
