@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Adam, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from torch_locoprop import LocoProp
 from torch_locoprop.study.data.curves import MARGIN, SIDE, paint, parabola
@@ -56,10 +55,8 @@ def network() -> nn.Sequential:
 # %%
 # Training
 # --------
-# A convolution has many rows for each image. With ``local_reduction="mean"`` the local problems
-# average over the rows, so that ``lr`` and ``gamma`` mean the same in convolutions and in linear
-# layers. That is the better choice here: with ``"sum"`` the best of 12 settings ended at a train
-# loss of 0.039.
+# A convolution has many rows for each image, and a linear layer has one. The step without settings does
+# not depend on the number of rows, so one learning rate suits both.
 
 
 def train(
@@ -67,8 +64,7 @@ def train(
 ) -> tuple[nn.Module, list[float], float]:
     model = network()
     optimizer = make(model)
-    steps, shuffle = epochs * 20, torch.Generator().manual_seed(5)
-    schedule = LambdaLR(optimizer, lambda n: min((n + 1) / (0.1 * steps), (1 - n / steps) / 0.9))
+    shuffle = torch.Generator().manual_seed(5)
     losses, seconds = [], 0.0
     for _ in range(epochs):
         began = time.perf_counter()
@@ -76,39 +72,25 @@ def train(
             loss_fn(model(images[rows]), targets[rows]).backward()
             optimizer.step()
             optimizer.zero_grad()
-            schedule.step()
         seconds += time.perf_counter() - began
         with torch.no_grad():
             losses.append(loss_fn(model(images), targets).item())
     return model, losses, seconds
 
 
-def locoprop(model: nn.Module) -> LocoProp:
-    return LocoProp(
-        model,
-        lr=1e-3,
-        gamma=10.0,
-        local_steps=5,
-        momentum=0.9,
-        local_reduction="mean",
-        loss_fn=loss_fn,
-    )
-
-
 runs = {
-    "LocoProp-M, 10 epochs": train(locoprop),
-    "Adam, 10 epochs": train(lambda model: Adam(model.parameters(), lr=0.03)),
-    "Adam, 30 epochs": train(lambda model: Adam(model.parameters(), lr=0.02), epochs=30),
+    "LocoProp, 10 epochs": train(lambda model: LocoProp(model)),
+    "Adam, 10 epochs": train(lambda model: Adam(model.parameters())),
+    "Adam, 50 epochs": train(lambda model: Adam(model.parameters(), lr=0.01), epochs=50),
 }
 
 # %%
 # What came of it
 # ---------------
-# By the epoch LocoProp-M is a little ahead of Adam, on the train and on the test images. It was so at
-# four other seeds too. By the clock Adam is ahead on the train images: three times as many epochs fit
-# them far better, at a higher test loss. The settings are the best by the train loss: of 12
-# combinations of ``lr`` and ``gamma`` for LocoProp-M, of seven learning rates for Adam with 10 epochs
-# and of three with 30.
+# By the epoch LocoProp fits the train images far better than Adam without settings, at about the same
+# test loss. **Adam with a tuned rate does well here**: the best of five rates ends at a train loss of
+# 0.051 after 10 epochs, with a lower test loss of 0.078. With five times the epochs, in about twice the
+# time, the best of three rates fits the train images better than LocoProp does.
 
 print(f"{'':<22}  train   test  seconds")
 for name, (model, losses, seconds) in runs.items():
@@ -121,7 +103,7 @@ for name, (_, losses, _) in runs.items():
     axes[0].plot(range(1, len(losses) + 1), losses, label=name)
 axes[0].set(xlabel="epoch", ylabel="train loss", yscale="log")
 axes[0].legend(fontsize=8)
-trained = runs["LocoProp-M, 10 epochs"][0]
+trained = runs["LocoProp, 10 epochs"][0]
 for image, target, axis in zip(test_images, test_targets, axes[1:], strict=False):
     with torch.no_grad():
         found = trained(image[None])[0]

@@ -3,8 +3,8 @@ A tiny GPT
 ==========
 
 A transformer of two blocks learns to continue the text of Python's own help pages, character by
-character. Its layers are followed by attention, ReLU and residual additions. LocoProp-S in closed form
-gives each of them a direction, and Muon makes the step.
+character. Its layers are followed by attention, ReLU and residual additions. LocoProp without
+settings is compared with AdamW without settings, and with Muon at its best learning rate.
 """
 
 import time
@@ -15,10 +15,8 @@ import matplotlib.pyplot as plt
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from torch_locoprop import LocoProp
-from torch_locoprop.solvers import Exact
 
 text = "\n".join(topics[name] for name in sorted(topics))[:200_000]
 characters = sorted(set(text))
@@ -68,39 +66,26 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 # %%
 # Three optimizers
 # ----------------
-# Muon takes the matrices of the blocks, and AdamW everything else. LocoProp takes the two of them
-# as they are, in ``outer=``. In the layers that ``layers=`` names it replaces the gradient ``G`` by
-# the solution of the local problem, ``G (C + λI)⁻¹`` with ``C`` a running average of the inputs'
-# second moment.
+# LocoProp takes all linear layers, with the head. Embeddings and norms have no local problem. The
+# optimizer in ``fallback=`` trains them; this one is what LocoProp would make itself, with a warning.
+# Muon takes the matrices of the blocks, and AdamW everything else.
+
+
+def locoprop(model: GPT) -> list[Optimizer]:
+    return [LocoProp(model, fallback=lambda parameters: AdamW(parameters, lr=0.01))]
+
+
+def adamw(model: GPT) -> list[Optimizer]:
+    return [AdamW(model.parameters())]
 
 
 def muon_and_adamw(model: GPT) -> list[Optimizer]:
     matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not matrix for matrix in matrices)]
     return [
-        Muon(matrices, lr=0.03, momentum=0.9, adjust_lr_fn="match_rms_adamw", weight_decay=0.0),
-        AdamW(others, lr=0.01),
+        Muon(matrices, lr=0.02, momentum=0.9, adjust_lr_fn="match_rms_adamw", weight_decay=0.0),
+        AdamW(others, lr=0.02),
     ]
-
-
-def locoprop(model: GPT) -> list[Optimizer]:
-    return [
-        LocoProp(
-            model,
-            lr=1.0,
-            gamma=1.0,
-            variant="locoprop-s",
-            solver=Exact(decay=0.9, every=5, damping=1.0),
-            local_reduction="mean",
-            layers="blocks.*",
-            apply="gradient",
-            outer=muon_and_adamw(model),
-        )
-    ]
-
-
-def adamw(model: GPT) -> list[Optimizer]:
-    return [AdamW(model.parameters(), lr=0.01)]
 
 
 def train(
@@ -109,36 +94,31 @@ def train(
     torch.manual_seed(0)
     model = GPT()
     optimizers = make(model)
-    schedules = [
-        LambdaLR(each, lambda n: min((n + 1) / (0.05 * steps), (1 - n / steps) / 0.95))
-        for each in optimizers
-    ]
     draw, losses, began = torch.Generator().manual_seed(1), [], time.perf_counter()
     for _ in range(steps):
         starts = torch.randint(0, len(training) - CONTEXT, (16, 1), generator=draw)
         loss = loss_of(model, training[starts + torch.arange(CONTEXT + 1)])
         loss.backward()
-        for each in optimizers + schedules:
-            each.step()
         for each in optimizers:
+            each.step()
             each.zero_grad()
         losses.append(loss.item())
     return model, losses, time.perf_counter() - began
 
 
 runs = {
-    "LocoProp-S under Muon": train(locoprop),
-    "Muon and AdamW": train(muon_and_adamw),
+    "LocoProp": train(locoprop),
     "AdamW": train(adamw),
+    "Muon and AdamW": train(muon_and_adamw),
 }
 
 # %%
 # What came of it
 # ---------------
-# **Muon makes the difference here, not the local problem.** The closed form under Muon is level
-# with Muon alone, which takes less time; both are well ahead of AdamW. AdamW and Muon have the best
-# of four learning rates each (for Muon, 0.06 is level with 0.03). LocoProp-S has Muon's rate;
-# dampings of 0.3 and 3 are level with 1.
+# Without settings LocoProp is far ahead of AdamW, and also of AdamW at the best of five learning rates
+# (0.01: 2.44 on the training text, 2.34 on the held-out text). **Muon with a tuned rate is ahead of
+# all**: it has the best of four. With a rate that does not fit it is not: at 0.005 it ends at 2.48 and
+# 2.37. The rates are constant in all runs.
 
 print(f"{'':<21}   train  held out  seconds")
 for name, (model, losses, seconds) in runs.items():
@@ -157,9 +137,9 @@ figure.tight_layout()
 # %%
 # A sample, drawn one character at a time:
 
-model = runs["LocoProp-S under Muon"][0]
+model = runs["LocoProp"][0]
 torch.manual_seed(0)
-written = training[:CONTEXT].tolist()
+written = held_out[:CONTEXT].tolist()
 with torch.no_grad():
     for _ in range(300):
         logits = model(torch.tensor([written[-CONTEXT:]]))[0, -1]
