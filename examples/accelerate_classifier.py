@@ -39,7 +39,7 @@ def make() -> tuple[nn.Module, nn.Module, LocoProp]:
         nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 3)
     )
     criterion = nn.CrossEntropyLoss()
-    return model, criterion, LocoProp(model, lr=3e-3, momentum=0.9, loss_fn=criterion)
+    return model, criterion, LocoProp(model, loss_fn=criterion)
 
 
 def main(arguments: Sequence[str] | None = None) -> nn.Module:

@@ -44,7 +44,7 @@ class Autoencoder(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        opt = LocoProp(self.network, lr=1e-4, momentum=0.9, output_transfer="sigmoid")
+        opt = LocoProp(self.network, output_transfer="sigmoid")
         return [opt], [torch.optim.lr_scheduler.ExponentialLR(opt, gamma=0.99)]
 
 

@@ -113,7 +113,7 @@ def test_the_module_itself_may_be_the_model(
     expected = main("--epochs", 2, "--batch-size", 16)
 
     def configure_optimizers(self: Any) -> LocoProp:
-        opt = LocoProp(self, lr=1e-4, momentum=0.9, output_transfer="sigmoid")
+        opt = LocoProp(self, output_transfer="sigmoid")
         return [opt], [torch.optim.lr_scheduler.ExponentialLR(opt, gamma=0.99)]
 
     monkeypatch.setattr(module.Autoencoder, "configure_optimizers", configure_optimizers)

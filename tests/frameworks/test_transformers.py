@@ -121,9 +121,9 @@ def test_the_loss_falls_and_every_layer_is_served(
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < 0.6 * losses[0]
     rows = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
-    assert rows["lm_head"][3:] == ["softmax", "locoprop-m"]
-    assert rows["transformer.h.0.mlp.c_fc"][1:] == ["Conv1D", "32×128", "relu", "locoprop-m"]
-    assert rows["transformer.h.1.mlp.c_proj"][3:] == ["none", "locoprop-s", "followed", "by", "Add"]
+    assert rows["lm_head"][3:] == ["softmax", "locoprop-s"]
+    assert rows["transformer.h.0.mlp.c_fc"][1:] == ["Conv1D", "32×128", "none", "locoprop-s"]
+    assert rows["transformer.h.1.mlp.c_proj"][3:] == ["none", "locoprop-s"]
     assert rows["transformer.wte"][3:5] == ["–", "AdamW"]
 
 
