@@ -161,3 +161,22 @@ def test_every_preset_trains(name: str) -> None:
         opt.step()
         opt.zero_grad()
     assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("name", ["lr", "momentum", "decay"])
+def test_weight_and_bias_share_the_settings_of_one_matrix(name: str) -> None:
+    layer = nn.Linear(4, 3)
+    groups = [{"params": [layer.weight]}, {"params": [layer.bias], name: 0.1}]
+    with pytest.raises(ValueError, match=f"differ in {name}"):
+        LocoProp(layer, param_groups=groups)
+
+
+def test_weight_decay_may_differ_between_weight_and_bias() -> None:
+    layer = nn.Linear(4, 3)
+    groups = [{"params": [layer.weight], "weight_decay": 0.1}, {"params": [layer.bias]}]
+    LocoProp(layer, param_groups=groups)
+
+
+def test_the_gate_is_refused_with_the_spectral_step() -> None:
+    with pytest.raises(ValueError, match="gate=True compares local losses"):
+        LocoProp(network(), preset="spectral", gate=True)

@@ -18,7 +18,7 @@ from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.variants import VARIANTS, Variant
-from torch_locoprop.solvers import SOLVERS, Preconditioned, Solver
+from torch_locoprop.solvers import SOLVERS, Preconditioned, Solver, Spectral
 
 
 class Components:
@@ -71,6 +71,11 @@ class Components:
             raise ValueError(
                 f"regularizer={group['regularizer']!r} needs a first-order solver, not "
                 f"solver={solver.name!r}."
+            )
+        if isinstance(solver, Spectral) and group["gate"]:
+            raise ValueError(
+                "gate=True compares local losses, which depend on gamma, and solver='spectral' does "
+                "not. Leave gate= out, or use a first-order solver."
             )
         if isinstance(solver, Preconditioned):
             self._check_preconditioned(group)

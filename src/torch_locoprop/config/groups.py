@@ -68,8 +68,7 @@ def check_agreement(layer: str, groups: Sequence[Group], components: Components)
         components: what the names in the groups stand for.
     """
     first, *others = groups
-    closed = components.solver(first).closed_form  # one system for weight and bias: one lr
-    names = (*LAYER_SETTINGS, "lr") if closed else LAYER_SETTINGS
+    names = (*LAYER_SETTINGS, *components.solver(first).joint_settings)
     for other in others:
         differing = [name for name in names if first[name] != other[name]]
         if differing:

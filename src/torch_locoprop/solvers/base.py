@@ -62,6 +62,8 @@ class Solver:
 
     # Values of settings that an optimizer with this solver starts from, where they are not the table's.
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    # Settings that a layer's weight and bias must share, because one system is solved for both.
+    joint_settings: ClassVar[tuple[str, ...]] = ()
     # Settings of the optimizer that have no effect on the solution.
     ignores: ClassVar[frozenset[str]] = frozenset()
     # The solver's learning rate over that of AdamW for parameters without a local problem; None if the

@@ -57,6 +57,7 @@ class Exact(Solver):
     damping: float | None = None
     name = "exact"
     closed_form = True
+    joint_settings = ("lr",)
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:

@@ -63,6 +63,7 @@ class Spectral(Solver):
     agreement: float = 0.0
     name = "spectral"
     closed_form = True
+    joint_settings = ("lr", "momentum", "decay")
     ignores = frozenset(
         {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer", "every"}
     )
