@@ -123,7 +123,7 @@ class LocoProp(LayerOptimizer):
         self._fisher_missing = self._attached = False
         self._counted = {}
         given = with_guards({**settings, "guards": guards} | ({} if lr is None else {"lr": lr}))
-        if outer is not None and preset is None:
+        if outer is not None and preset is None and "solver" not in given:
             preset = "paper-m"  # the outer optimizer makes the step, not the solver
         self._given = Given(given, preset)
         defaults = self._components.check(resolved(given, preset) | BOOKKEEPING)

@@ -36,7 +36,7 @@ def test_nothing_given_is_the_general_preset() -> None:
     assert found == settings_of(preset="general")
     assert found["lr"] == 0.03
     assert found["variant"] == "locoprop-s"
-    assert "agreement=1.0" in found["solver"]
+    assert found["solver"] == "general"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,8 @@ def test_a_variant_starts_from_its_paper_values(preset: str, variant: str) -> No
         {"gate": True},
         {"guards": Guards(gate=True)},
         {"regularizer": "l2"},
-        {"max_rows": 5},
+        {"every": 2},
+        {"local_reduction": "mean"},
         {"apply": "gradient", "outer": lambda params: torch.optim.SGD(params, lr=0.1)},
     ],
     ids="-".join,
@@ -79,6 +80,28 @@ def test_settings_of_iterations_start_from_the_paper(given: dict[str, Any]) -> N
 )
 def test_other_settings_stay_with_the_general_preset(given: dict[str, Any]) -> None:
     assert settings_of(**given) == {**settings_of(), **given}
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"gate": False},
+        {"regularizer": None},
+        {"every": 1},
+        {"max_rows": 5},
+        {"guards": Guards(cap=0.1)},
+    ],
+    ids="-".join,
+)
+def test_defaults_that_are_given_do_not_change_the_method(given: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of settings without effect
+        opt = LocoProp(network(), **given)
+    assert opt.param_groups[0]["solver"] == "general"
+
+
+def test_guards_and_their_settings_are_the_same() -> None:
+    assert settings_of(guards=Guards(cap=0.1)) == settings_of(cap=0.1)
 
 
 def test_explicit_settings_override_a_preset() -> None:
@@ -105,7 +128,7 @@ def test_groups_have_presets_of_their_own() -> None:
         ],
     )
     general, iterated, spectral = opt.param_groups
-    assert "agreement=1.0" in general["solver"]
+    assert general["solver"] == "general"
     assert (iterated["solver"], iterated["lr"], iterated["gamma"]) == ("rmsprop", 0.02, 10.0)
     assert (spectral["solver"], spectral["lr"], spectral["momentum"]) == ("spectral", 0.5, 0.9)
     assert "preset" not in spectral
@@ -178,5 +201,29 @@ def test_weight_decay_may_differ_between_weight_and_bias() -> None:
 
 
 def test_the_gate_is_refused_with_the_spectral_step() -> None:
-    with pytest.raises(ValueError, match="gate=True compares local losses"):
+    with pytest.raises(ValueError, match="gate=True and cap_by='backprop' depend"):
         LocoProp(network(), preset="spectral", gate=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"cap": 0.1, "cap_by": "backprop"}, "cap_by='backprop' depend"),
+        ({"every": 2}, r"pass solver=Spectral\(every=k\)"),
+        ({"variant": "proxprop"}, "plain gradient step in the output layer"),
+    ],
+)
+def test_settings_that_do_not_fit_the_spectral_step(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LocoProp(network(), preset="spectral", **given)
+
+
+def test_the_spectral_solver_under_an_outer_optimizer_starts_from_its_preset() -> None:
+    model = network()
+    opt = LocoProp(
+        model,
+        solver="spectral",
+        apply="gradient",
+        outer=lambda params: torch.optim.SGD(params, lr=0.1),
+    )
+    assert opt.param_groups[0]["variant"] == "locoprop-s"

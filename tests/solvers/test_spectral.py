@@ -14,7 +14,8 @@ from cases import batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.solvers import SOLVERS, Spectral
+from torch_locoprop.paper.spectral import equal_rows, polar
+from torch_locoprop.solvers import SOLVERS, Spectral, spectral
 
 STEPS = 33  # with renewals in the first ten steps and in steps 10, 20 and 30
 
@@ -277,6 +278,36 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
 def test_variants_with_a_transfer_are_refused(variant: str) -> None:
     with pytest.raises(ValueError, match="no closed form for solver='spectral'"):
         LocoProp(network(), variant=variant, solver="spectral")
+
+
+def test_wide_layers_leave_c_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectral, "WIDEST", 6)  # the first layer has 6 inputs and a bias
+    model = network()
+    opt = LocoProp(model, preset="spectral")
+    before = weights(model)
+    x = rows_of(0)
+    cross_entropy(model(x), x[:, :3]).backward()
+    first = model[0]
+    gradient = torch.cat([first.weight.grad, first.bias.grad[:, None]], 1)
+    opt.step()
+    assert "inverse" not in opt.state[first.weight]
+    assert "inverse" in opt.state[model[2].weight]
+    direction = polar(gradient)
+    direction = equal_rows(direction, direction.square().mean(1, keepdim=True))
+    expected = before[0] - 0.015 * 0.2 * 7**0.5 * direction[:, :-1]
+    torch.testing.assert_close(first.weight.detach(), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_large_gradients_in_half_precision() -> None:
+    model = network().to(torch.float16)
+    opt = LocoProp(model)
+    for step in range(3):
+        x = rows_of(step).half()
+        (3000 * cross_entropy(model(x), x[:, :3])).backward()
+        assert sum(p.grad.float().square().sum() for p in model.parameters()) > 65504
+        opt.step()
+        opt.zero_grad()
+    assert not any(opt.skipped_updates.values())
 
 
 def test_its_name() -> None:

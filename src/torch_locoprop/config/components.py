@@ -72,13 +72,28 @@ class Components:
                 f"regularizer={group['regularizer']!r} needs a first-order solver, not "
                 f"solver={solver.name!r}."
             )
-        if isinstance(solver, Spectral) and group["gate"]:
-            raise ValueError(
-                "gate=True compares local losses, which depend on gamma, and solver='spectral' does "
-                "not. Leave gate= out, or use a first-order solver."
-            )
+        if isinstance(solver, Spectral):
+            self._check_spectral(group)
         if isinstance(solver, Preconditioned):
             self._check_preconditioned(group)
+
+    def _check_spectral(self, group: Mapping[str, Any]) -> None:
+        """Raise for settings that compare the spectral step, which has no units, with others."""
+        if group["gate"] or (group["cap"] is not None and group["cap_by"] == "backprop"):
+            raise ValueError(
+                "gate=True and cap_by='backprop' depend on gamma and on the scale of the loss, and "
+                "solver='spectral' does not. Leave them out, or use a first-order solver."
+            )
+        if group["every"] != 1:
+            raise ValueError(
+                f"Invalid every={group['every']} with solver='spectral', all of whose steps are alike. "
+                "To renew XᵀX in every k-th step, pass solver=Spectral(every=k)."
+            )
+        if self.variant(group).output_by_gradient_descent:
+            raise ValueError(
+                f"variant={group['variant']!r} takes a plain gradient step in the output layer, whose "
+                "learning rate would be another one. Use a first-order solver or solver='exact'."
+            )
 
     def _check_preconditioned(self, group: Mapping[str, Any]) -> None:
         """Raise for settings with which the preconditioned solver cannot do what it promises."""

@@ -48,7 +48,7 @@ PRESETS: dict[str, Preset] = {
             "general",
             "any model and loss, with nothing tuned: the spectral step, shorter where gradients are "
             "noise. Works at a constant learning rate and with a schedule.",
-            {**_SPECTRAL, "solver": Spectral(agreement=1.0), "lr": 0.03},
+            {**_SPECTRAL, "solver": "general", "lr": 0.03},
         ),
         Preset(
             "spectral",
@@ -69,13 +69,15 @@ PRESETS: dict[str, Preset] = {
 """All presets by name."""
 
 GENERAL = "general"
+_ALWAYS_NAME_IT = ("variant", "solver", "gamma", "local_steps")
 
 
 def resolved(given: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
     """Return all settings: those given, then those of the solver, of the preset and of the table.
 
-    Without ``preset``, settings that only iterative solvers have (``variant``, ``solver``, ``gamma``,
-    ``local_steps``, ...) start from the paper's values, and all others from the general preset.
+    Without ``preset``, ``variant``, ``solver``, ``gamma`` and ``local_steps`` start from the paper's
+    values, and so do values other than the default of settings that only local iterations have. All
+    others start from the general preset.
 
     Args:
         given: the settings that the user has given, with ``guards`` replaced.
@@ -115,7 +117,7 @@ class Given:
 
 def warn_of_unused(given: Mapping[str, Any], solver: Solver) -> None:
     """Warn of settings that the user has given and that the solver does not use."""
-    unused = [name for name in given if name in solver.ignores]
+    unused = [n for n, value in given.items() if n in solver.ignores and value != DEFAULTS[n]]
     if unused:
         warnings.warn(
             f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with "
@@ -132,7 +134,10 @@ def _of_solver(solver: object) -> Mapping[str, Any]:
 
 def _implied(given: Mapping[str, Any]) -> str:
     solver = given.get("solver")
-    if solver == "spectral" or isinstance(solver, Spectral):
-        return "spectral"
-    specific = [name for name in given if name in SETTINGS and SETTINGS[name].names_method]
-    return _PAPER_NAMES["locoprop-m"] if specific else GENERAL
+    if isinstance(solver, Spectral) or solver in ("spectral", "general"):
+        return "general" if solver == "general" else "spectral"
+    for name, value in given.items():
+        names_method = name in SETTINGS and SETTINGS[name].names_method
+        if names_method and (name in _ALWAYS_NAME_IT or value != DEFAULTS[name]):
+            return _PAPER_NAMES["locoprop-m"]
+    return GENERAL

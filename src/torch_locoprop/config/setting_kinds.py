@@ -21,7 +21,7 @@ class Setting:
     per_tensor: bool = False  # weight and bias of one layer may differ in it
     in_plan: bool = True  # what hooks record for the next step depends on it
     in_graph_key: bool = True  # a CUDA graph recorded with another value must not be replayed
-    names_method: bool = False  # giving it without preset= starts from the paper's values
+    names_method: bool = False  # given without preset=, it starts from the paper's values
 
     def check(self, name: str, value: object) -> None:
         """Raise ``ValueError`` unless the value is allowed."""

@@ -39,8 +39,8 @@ Rate = Annotated[
         default=1e-5,  # η
         per_tensor=True,
         in_graph_key=False,  # a CUDA graph reads it from the device
-        meaning="the learning rate: of the spectral step as of AdamW; of local iterations the step η, "
-        "so that BackProp's learning rate corresponds to lr · gamma; with ``preconditioned`` the part "
+        meaning="the learning rate: in the spectral step entries of a weight move by about 0.2 lr; in "
+        "local iterations it is the step η, so that BackProp's learning rate corresponds to lr · gamma; with ``preconditioned`` the part "
         "of the way to the local solution, at most 1. None is the preset's or the solver's.",
     ),
 ]
@@ -89,7 +89,8 @@ class Settings(TypedDict, total=False):
             default=0.999,
             below=1.0,
             per_tensor=True,
-            meaning="the solver's momentum μ, or β₁ of adam. The default is tuned for rmsprop.",
+            meaning="the solver's momentum μ, or β₁ of adam, or the weight of the past in the average "
+            "gradient of the spectral step.",
         ),
     ]
     decay: Annotated[
@@ -180,7 +181,6 @@ class Settings(TypedDict, total=False):
         int | None,
         Count(
             default=None,
-            names_method=True,
             optional=True,
             meaning="keep at most so many rows of each call of a layer, drawn at random; each counts "
             "for several. Every output position of a convolution is a row, and images are kept "

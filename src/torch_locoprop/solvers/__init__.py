@@ -23,6 +23,7 @@ SOLVERS: dict[str, Solver] = {
         *(Exact(), Preconditioned(), Spectral()),
     )
 }
+SOLVERS["general"] = Spectral(agreement=1.0)  # of the general preset
 
 __all__ = [
     "LOCAL_DECAYS",

@@ -35,15 +35,16 @@ from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
+WIDEST = 8192  # columns of [W b] above which C, a matrix of this size, is left out
 
 
 @dataclass(frozen=True)
 class Spectral(Solver):
     """Move along the polar factor of the closed form (Eq. 4), as ``solver="spectral"``.
 
-    The learning rate is that of AdamW: a step changes the entries of a weight by about 0.2 lr. The
-    settings ``momentum`` and ``decay`` are those of the average gradient and of the mean squares of the
-    rows; ``gamma``, ``local_steps`` and ``eps`` have no effect.
+    A step changes the entries of a weight by about 0.2 lr. The settings ``momentum`` and ``decay`` are
+    those of the average gradient and of the mean squares of the rows; ``gamma``, ``local_steps`` and ``eps`` have no effect. Layers with more than 8192 inputs take
+    the step without C.
 
     Args:
         every: number of steps between two renewals of C and its inverse. Each of the first ten steps
@@ -65,7 +66,7 @@ class Spectral(Solver):
     closed_form = True
     joint_settings = ("lr", "momentum", "decay")
     ignores = frozenset(
-        {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer", "every"}
+        {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer"}
     )
     over_fallback = 3.0
 
@@ -100,7 +101,8 @@ class Spectral(Solver):
         state = self._renewed(problem, state, gradient)
         state = self._averaged(gradient, state, mu)
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
-            found = torch.lerp(gradient, state["average"], mu) @ state["inverse"]
+            found = torch.lerp(gradient, state["average"], mu)
+            found = found @ state["inverse"] if "inverse" in state else found
         bf16 = problem.products == "bf16" and gradient.is_cuda
         direction = polar(found, torch.bfloat16 if bf16 else None)
         square = direction.square().mean(-1, keepdim=True)
@@ -109,7 +111,7 @@ class Spectral(Solver):
         scale = -0.2 * max(gradient.shape[-2:]) ** 0.5 * spread(numbers[owner].lr, gradient)
         if self.agreement > 0:
             agreed = agreement(
-                state["average"], state["energy"], 1 - mu ** state["step"].to(gradient)
+                state["average"], state["energy"].square(), 1 - mu ** state["step"].to(gradient)
             )
             scale = scale * agreed**self.agreement
         moved = split((scale * direction).to(given.dtype), problem.start)
@@ -124,7 +126,7 @@ class Spectral(Solver):
         ones = (*gradient.shape[:-2], 1, 1)
         start = torch.zeros(ones, dtype=torch.float32, device=gradient.device)
         state = {**state, "step": state.get("step", start) + 1}
-        if not self._renews(problem.number) and "inverse" in state:
+        if not self._has_use_of_rows(problem.number, state, gradient.shape[-1]):
             return state
         square = unit_diagonal(problem.square(gradient.dtype))
         past = state.get("gram")
@@ -139,7 +141,9 @@ class Spectral(Solver):
         """Return the state with the averages of the gradient and of its squared length."""
         state = {**state, "average": _average(state.get("average"), gradient, mu)}
         if self.agreement > 0:
-            state["energy"] = _average(state.get("energy"), length(gradient).square(), mu)
+            past = state.get("energy")  # a root, which half precision can hold
+            square = length(gradient).square()
+            state["energy"] = _average(None if past is None else past.square(), square, mu).sqrt()
         return state
 
     def serves(self, loss: LocalLoss) -> bool:
@@ -157,29 +161,22 @@ class Spectral(Solver):
     def use_of_rows(
         self, local_steps: int, number: int, state: Tensors, columns: int
     ) -> RowUse | None:
+        return RowUse(square=self._has_use_of_rows(number, state, columns))
+
+    def _has_use_of_rows(self, number: int, state: Tensors, columns: int) -> bool:
+        """Return True if a step computes C of its rows."""
         inverse = state.get("inverse")
         known = inverse is not None and inverse.shape[-1] == columns
-        return RowUse(square=self._renews(number) or not known)
+        return columns <= WIDEST and (self._renews(number) or not known)
 
     def _renews(self, number: int) -> bool:
         return number < EARLY or number % self.every == 0
 
 
 class _WithoutRows(Spectral):
-    """The step of a layer whose rows are not known: with the last inverse, or with C = 0."""
+    """The step of a layer whose rows are not known: with the last inverse, or without C."""
 
-    def _renewed(self, problem: LocalProblem, state: Tensors, gradient: Tensor) -> Tensors:
-        n = gradient.shape[-1]
-        eye = torch.eye(n, dtype=gradient.dtype, device=gradient.device)
-        known = {"inverse": eye.expand(*gradient.shape[:-2], n, n).contiguous(), **state}
-        return super()._renewed(problem, known, gradient)
-
-    def use_of_rows(
-        self, local_steps: int, number: int, state: Tensors, columns: int
-    ) -> RowUse | None:
-        return RowUse()
-
-    def _renews(self, number: int) -> bool:
+    def _has_use_of_rows(self, number: int, state: Tensors, columns: int) -> bool:
         return False
 
 
