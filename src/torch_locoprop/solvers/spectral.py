@@ -43,8 +43,8 @@ class Spectral(Solver):
     """Move along the polar factor of the closed form (Eq. 4), as ``solver="spectral"``.
 
     A step changes the entries of a weight by about 0.2 lr. The settings ``momentum`` and ``decay`` are
-    those of the average gradient and of the mean squares of the rows; ``gamma``, ``local_steps`` and ``eps`` have no effect. Layers with more than 8192 inputs take
-    the step without C.
+    those of the average gradient and of the mean squares of the rows; ``gamma``, ``local_steps`` and
+    ``eps`` have no effect. Layers with more than 8192 inputs take the step without C.
 
     Args:
         every: number of steps between two renewals of C and its inverse. Each of the first ten steps
