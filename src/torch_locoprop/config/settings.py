@@ -40,8 +40,9 @@ Rate = Annotated[
         per_tensor=True,
         in_graph_key=False,  # a CUDA graph reads it from the device
         meaning="the learning rate: in the spectral step entries of a weight move by about 0.2 lr; in "
-        "local iterations it is the step η, so that BackProp's learning rate corresponds to lr · gamma; "
-        "with ``preconditioned`` the part of the way to the local solution, at most 1. None is the preset's or the solver's.",
+        "local iterations it is the step η, and BackProp's learning rate corresponds to lr · gamma; "
+        "with ``preconditioned`` it is the part of the way to the local solution, at most 1. None is "
+        "the preset's or the solver's.",
     ),
 ]
 
