@@ -13,6 +13,8 @@ from torch import nn
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
 
+pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+
 RUNNING = Exact(decay=0.9, every=2)
 
 
