@@ -1,1 +1,1 @@
-"""From what was recorded to new weights."""
+"""The local step: builds each layer's problem from its record, solves it, applies the solution."""

@@ -1,4 +1,7 @@
-"""From what was recorded for a layer to its local problem, in tensors."""
+"""Builds the local problem of a layer from its record and the settings of its group.
+
+The problem itself, which knows neither layers nor settings, is in ``paper/local_problem.py``.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +111,7 @@ def numbers(group: Group) -> Numbers:
 
 
 def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
-    """Return where the local iterations start: after weight decay, which spares biases."""
+    """Return a parameter after weight decay, where local iterations start; biases do not decay."""
     if name != "weight" or group["weight_decay"] == 0:
         return parameter.detach()
     lr, weight_decay = group["lr"], group["weight_decay"]
@@ -164,7 +167,7 @@ def _before(
 
 
 def _post_gradients(layer: LayerRecord, x: Any) -> Tensor | None:
-    """Return ∂L/∂y: recorded behind the transfer, or pulled back from ∂L/∂a through one in the loss."""
+    """Return ∂L/∂y as it was recorded, or computed from ∂L/∂a if the transfer is inside the loss."""
     recorded = row_gradients.post_gradients(layer)
     if recorded is not None or isinstance(x, Gram):
         return recorded

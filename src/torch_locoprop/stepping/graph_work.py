@@ -1,4 +1,7 @@
-"""What a step does on the device, as a key for CUDA graphs: equal keys are equal work."""
+"""Describes what a step does on the device, by a key: steps with equal keys do the same work.
+
+The CUDA graphs that are recorded and replayed by this key are in ``fast/cuda_graph.py``.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import FirstOrder, Spectral
 from torch_locoprop.stepping.method import Plan, problems_before
 
-Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # of each layer, the tensors to be moved
+Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # the tensors of each layer that a step moves
 States = Mapping[Tensor, Mapping[str, Tensor]]
 
 # A CUDA graph keeps the precision that products and convolutions had when it was recorded.
@@ -40,12 +43,21 @@ def work_of(
     state: States,
     terms: float,
 ) -> graphs.Work | None:
-    """Return the work of a step; None if no other step may be like it.
+    """Return a description of a step's work; None if the step must not be recorded.
 
-    The key has whatever the solution asks of layers, groups and tensors. Tensors that stay are
-    known by identity and address, the module's also by shape: any ``.data`` may be put there.
-    Gradients and inputs are known by shape alone: the recorder looks where they lie. All this runs
-    in every step while the device waits, hence lists and loops and no detours.
+    The key contains everything about layers, groups and tensors that the solution depends on.
+    Parameters, states and counters enter it by their id and address; parameters also by their shape,
+    which an assignment to ``.data`` may change. Gradients and inputs enter by shape only, because the
+    recorder compares their addresses. This function runs in every step while the device waits, so it is
+    written for speed.
+
+    Args:
+        trained: the layers of the step, with the tensors that it moves.
+        plan: the methods of all layers.
+        groups: the groups of local problems.
+        components: what the names in the groups stand for.
+        state: solver states by parameter.
+        terms: number of terms of a loss that sums, otherwise 1.
     """
     key: list[object] = [terms, _PRODUCTS.fp32_precision, _CONVOLUTIONS.fp32_precision]
     tensors: list[Tensor] = []
@@ -90,8 +102,8 @@ def is_capturable(
 ) -> bool:
     """Return True if a whole training step can be one CUDA graph, whatever the number of the step.
 
-    That takes first-order solvers or the spectral step, all rows in every step, and only components of
-    this library: those of a user may do anything on the host.
+    This needs first-order solvers or the spectral step, all rows in every step, and only components of
+    this library: a user's component may make decisions on the host.
     """
     if any(group["every"] != 1 or group["max_rows"] is not None for group in groups):
         return False
@@ -113,9 +125,9 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         method = plan.method_now(layer)
         variant, solver, transfer = method.variant, method.solver, layer.transfer or Linear()
         parts = (variant.loss, variant.target, method.regularizer, solver, transfer)
-        # The host puts the first state in place: that of each tensor, or of all together.
-        quantity = all if method.is_first_order else any
-        settled = solver.stateless or quantity(bool(state[p]) for p in own.values())
+        # The host puts the first state in place. A closed form has one state for all tensors.
+        has_state = [bool(state[p]) for p in own.values()]
+        settled = solver.stateless or (any if solver.closed_form else all)(has_state)
         weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
         number, bent = problems_before(plan.group(layer)), variant.loss.uses_transfer
         fixed = solver.is_fixed_work(number, weight, bent)
@@ -128,7 +140,13 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
 def _reading(
     layers: Sequence[LayerRecord], moving: Sequence[nn.Parameter], reads: Sequence[Tensor]
 ) -> Iterator[None]:
-    """Let layers and parameters have other tensors in the place of what backward passes left."""
+    """Replace the recorded inputs and the gradients by other tensors inside the context.
+
+    Args:
+        layers: the layers of the step.
+        moving: the parameters that the step moves.
+        reads: tensors for the inputs of all calls, then for the gradients of ``moving``.
+    """
     inputs = iter(reads)
     calls = [list(layer.calls) for layer in layers]
     gradients = [p.grad for p in moving]
@@ -183,5 +201,5 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _is_ours(part: object) -> bool:
-    """Return True if the class is this library's: others may do anything on the host."""
+    """Return True if the class of a component is this library's; a user's may use the host."""
     return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]

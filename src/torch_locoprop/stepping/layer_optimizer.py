@@ -1,4 +1,7 @@
-"""An optimizer that keeps records of a model's layers, in step with its parameter groups."""
+"""The base class of ``LocoProp``: layers and their hooks, plans, parameter groups, saving and copying.
+
+The order of a step is in ``optimizer.py``.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ _KEPT = (
 
 
 class LayerOptimizer(WithFallback):
-    """The plumbing of :class:`~torch_locoprop.LocoProp`: layers, hooks, plans, groups, copies."""
+    """Base class of :class:`~torch_locoprop.LocoProp`, with all of it that is not the step itself."""
 
     _model: nn.Module
     _components: Components
@@ -141,13 +144,13 @@ class LayerOptimizer(WithFallback):
 
     @property
     def capturable(self) -> bool:
-        """True if a step, once taken, is a fixed sequence of device operations: a CUDA graph."""
+        """True if all steps but the first can be replayed as a CUDA graph: none depends on the host."""
         alone = self._fallback is None and self._outer is None and self._measurements is None
         return alone and is_capturable(self._local_groups(), self._components, self._layers)
 
     @property
     def phase(self) -> tuple[int, ...]:
-        """Equal for steps that do the same work, if :attr:`capturable` is True."""
+        """A key of the next step: if :attr:`capturable`, steps with equal keys do the same work."""
         groups = self._local_groups()
         return tuple(self._components.solver(g).phase(problems_before(g)) for g in groups)
 
@@ -185,7 +188,7 @@ class LayerOptimizer(WithFallback):
         several = ddp.are_several() and self._plan.has_curvature()
         return several and not ddp.is_tensor_parallel(self._model)
 
-    # ---- what a step has before it -------------------------------------------------------------
+    # ---- what a step starts from ---------------------------------------------------------------
 
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
@@ -195,10 +198,15 @@ class LayerOptimizer(WithFallback):
         return {layer: own for layer in self._layers if (own := layer.with_gradient)}
 
     def _has_no_problems(self, trained: Trained, skipped: bool) -> bool:
-        """Return True if this step has no local problems for a good reason.
+        """Return True if this step has no local problems, and that is not an error.
 
-        All layers with one are frozen and others are not; the closure gave no loss, which is how a
-        batch is skipped; or gradients and rates are zero, which is how a state is initialized.
+        It is not if all layers with a local problem are frozen and other parameters are trained, if the
+        closure returned None to skip a batch, or if all gradients and learning rates are zero, as in
+        tools that take a step to initialize an optimizer's state.
+
+        Args:
+            trained: the layers with a gradient.
+            skipped: the closure returned None.
         """
         if any(layer.calls for layer in trained):
             return False
@@ -212,7 +220,7 @@ class LayerOptimizer(WithFallback):
         return skipped or any(p.grad is not None for group in others for p in group["params"])
 
     def _loss_terms(self) -> float:
-        """Return how many terms the loss sums, where averages are asked for; otherwise 1."""
+        """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
         facts = self._hooks.loss_facts if self._loss_facts is None else self._loss_facts
         if not facts.sums:
             return 1.0
@@ -273,7 +281,7 @@ class LayerOptimizer(WithFallback):
         self._add_to_fallback(rest, self._fallback_factory)
 
     def _add_to_outer(self, checked: list[Group], rest: list[nn.Parameter]) -> None:
-        """List the parameters without a local problem that an outer optimizer of all trains."""
+        """Put the parameters without a local problem into groups that ``outer=`` trains."""
         if self._fallback_factory is not None or any(group["maximize"] for group in checked):
             raise ValueError(
                 "outer= trains all parameters, those without a local problem too. Leave fallback= and "

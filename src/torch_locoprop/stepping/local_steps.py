@@ -46,7 +46,7 @@ class LocalSteps:
     fisher_missing: bool = False  # set if a layer had no Fisher matrix yet
 
     def solve_all(self, layers: Trained) -> Directions:
-        """Solve every layer's problem, side by side where a CUDA graph is recorded."""
+        """Solve every layer's problem; while a CUDA graph is recorded, on streams of their own."""
         directions: Directions = {}
         if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
             for layer in reversed(layers):
@@ -192,7 +192,7 @@ class LocalSteps:
 
 
 def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
-    """Return True if our own kernels will solve a layer's problem: others need memory per stream."""
+    """Return True if our own kernels will solve a layer's problem; cuBLAS takes memory per stream."""
     method, transfer = plan.method(layer), layer.transfer or Linear()
     weight = layer.tensors["weight"].detach()
     parts = (method.variant, method.regularizer, method.solver, transfer, weight)

@@ -33,11 +33,6 @@ class Method:
     regularizer: Regularizer
     local_steps: int
 
-    @property
-    def is_first_order(self) -> bool:
-        """True if the solver iterates along gradients of the local loss."""
-        return isinstance(self.solver, FirstOrder)
-
     @cached_property
     def is_backprop(self) -> bool:
         """True if the solution is the BackProp step: one plain iteration, with nothing added."""

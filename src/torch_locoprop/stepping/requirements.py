@@ -1,7 +1,7 @@
-"""What the next step will need of each layer, passed on to the layers and their hooks beforehand.
+"""Tells layers and hooks what to record for the next step.
 
-Requirements are set after a step unless it was of a steady plan, and before a forward pass if a setting
-has changed since.
+This is done after each step, unless its plan is steady (:attr:`~.method.Plan.is_steady`), and before a
+forward pass if a setting has changed since.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def require_rows(
     *,
     diagnosed: bool,
 ) -> None:
-    """Let layers ask what a step of this plan needs of their rows; see :func:`use_of_rows`."""
+    """Set ``use_of_rows`` of each layer, which says what a step of this plan needs of its rows."""
     of_layer = partial(use_of_rows, plan, states, diagnosed)
     for layer in layers:
         layer.use_of_rows = of_layer
 
 
 def needs_output(plan: Plan, layer: LayerRecord) -> bool:
-    """Return True if the step uses the layer's pre-activations, which a transfer bends.
+    """Return True if the step uses the layer's pre-activations: its loss has a non-linear transfer.
 
     As long as the transfer is not known the answer is True; otherwise the first step after a resumption
     would differ from the step of the run that it continues.
@@ -131,7 +131,7 @@ def use_of_rows(
 
 
 def check_recorded_needs(plan: Plan, layers: Iterable[LayerRecord]) -> None:
-    """Raise if settings changed after the backward pass to such that need what was not recorded."""
+    """Raise ``RuntimeError`` if settings that changed after the passes need what was not recorded."""
     for layer in layers:
         if not layer.calls:
             continue
