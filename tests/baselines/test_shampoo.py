@@ -26,9 +26,9 @@ def signed(*shape: int, seed: int) -> Tensor:
 def power(matrix: Tensor, exponent: float, eps: float = EPS) -> Tensor:
     """Return ``(M + eps λ_max I)^exponent``."""
     ridge = eps * torch.linalg.matrix_norm(matrix, 2) * torch.eye(len(matrix)).double()
-    return torch.from_numpy(
-        scipy.linalg.fractional_matrix_power((matrix + ridge).numpy(), exponent)
-    )
+    found = scipy.linalg.fractional_matrix_power((matrix + ridge).numpy(), exponent)
+    assert np.abs(np.imag(found)).max() < 1e-12  # some processors leave a rounding error there
+    return torch.from_numpy(np.real(found).copy())
 
 
 @pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.1), (torch.float16, 0.01)])
