@@ -17,7 +17,11 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from torch_locoprop.baselines import KFAC
-from torch_locoprop.baselines.kfac import clip_scale, damped_factors, damped_inverses
+from torch_locoprop.baselines.kronecker_factors import (
+    clip_scale,
+    damped_factors,
+    damped_inverses,
+)
 from torch_locoprop.recording import row_gradients
 
 

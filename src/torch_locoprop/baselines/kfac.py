@@ -6,7 +6,7 @@ K-FAC is the natural gradient with the Fisher matrix of a layer approximated by 
     D = E[g gᵀ]  [d, d]       g: the gradient of its pre-activation, for labels drawn from the model
 
 For the gradient G ``[d, n+1]`` of the loss, the direction of the step is ``D⁻¹ G A⁻¹``, with both
-factors damped.
+factors damped. The formulas of the damping and of the clipping are in ``kronecker_factors.py``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.baselines.base import check_settings
+from torch_locoprop.baselines.kronecker_factors import clip_scale, damped_inverses
 from torch_locoprop.config.groups import Group
 from torch_locoprop.paper import transfers
-from torch_locoprop.paper.fisher import (
-    PREDICTIVE,
-    at_least_float32,
-    cholesky,
-    running_average,
-    second_moment,
-)
-from torch_locoprop.paper.tensors import Tensors, holds, join, split
+from torch_locoprop.paper.fisher import PREDICTIVE, running_average, second_moment
+from torch_locoprop.paper.tensors import Tensors, join, split
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.hooks import ModelHooks
@@ -35,7 +30,6 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.reporting.summary import table, unserved_row
-from torch_locoprop.solvers.exact import eigh
 from torch_locoprop.stepping.build_problem import decayed
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
 
@@ -58,7 +52,7 @@ class KFAC(WithFallback):
         momentum: factor μ of heavy-ball momentum.
         decay: factor of the running averages A and D. In step k it is at most ``1 − 1/k``, so that the
             first averages are plain means.
-        damping: λ of the factored Tikhonov damping, see :func:`damped_factors`.
+        damping: λ of the factored Tikhonov damping: about √λ is added to the diagonals of A and D.
         every: compute the inverses in each of the first 20 steps, while A and D change fast, and then
             in every k-th step. A and D are updated in every step.
         weight_decay: decoupled weight decay: weights are multiplied by ``1 − lr · weight_decay``
@@ -258,75 +252,6 @@ class KFAC(WithFallback):
         for layer in self._layers:
             layer.needs = frozenset({"fisher"})
         self._hooks = ModelHooks(self._model, self._layers, self._output_transfer)
-
-
-def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return ``A + π √λ I`` and ``D + √λ/π I`` with ``π² = mean(diag A) / mean(diag D)``.
-
-    The Kronecker product of the two is ``A ⊗ D + λ I`` plus two cross terms. This π minimises a bound
-    of the cross terms in the trace norm (Martens & Grosse, Section 6.3). If a factor is zero, π = 1.
-
-    Args:
-        A: ``[..., n, n]``.
-        D: ``[..., d, d]``.
-        damping: λ.
-    """
-    ridges = _ridges(A, D, damping)
-    return (
-        A + ridges[0] * torch.eye(A.shape[-1], dtype=A.dtype, device=A.device),
-        D + ridges[1] * torch.eye(D.shape[-1], dtype=D.dtype, device=D.device),
-    )
-
-
-def damped_inverses(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return the inverses of :func:`damped_factors`, which are finite if A and D are.
-
-    A and D are positive semidefinite up to rounding. If the ridge is smaller than the rounding error, a
-    damped factor may have no Cholesky factor. Its inverse is then computed from its eigenvalues, with
-    those below the ridge set to it: in exact arithmetic there are none.
-
-    Args:
-        A: ``[..., n, n]``.
-        D: ``[..., d, d]``.
-        damping: λ.
-    """
-    inverses = []
-    ridges = _ridges(A, D, damping)
-    for factor, ridge in zip(damped_factors(A, D, damping), ridges, strict=True):
-        inverse = torch.cholesky_inverse(cholesky(at_least_float32(factor)))
-        if not holds(inverse.isfinite().all(), unknown=True):
-            values, vectors = eigh(factor.double())
-            values = torch.maximum(values, ridge.squeeze(-1).to(values.dtype))
-            inverse = vectors / values.unsqueeze(-2) @ vectors.mT
-        inverses.append(inverse.to(factor.dtype))
-    return inverses[0], inverses[1]
-
-
-def _ridges(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
-    """Return ``π √λ`` and ``√λ/π``, ``[..., 1, 1]``."""
-    diagonals = [factor.diagonal(dim1=-2, dim2=-1) for factor in (A, D)]
-    sizes = [diagonal.mean(-1)[..., None, None] for diagonal in diagonals]
-    degenerate = (sizes[0] <= 0) | (sizes[1] <= 0)
-    pi = torch.where(degenerate, 1.0, (sizes[0] / sizes[1]).sqrt())
-    return pi * damping**0.5, damping**0.5 / pi
-
-
-def clip_scale(directions: list[Tensor], gradients: list[Tensor], lr: float, clip: float) -> Tensor:
-    """Return the factor ``min(1, √(clip / (lr² Σ ⟨direction, G⟩)))`` for the steps of all layers.
-
-    ``⟨direction, G⟩`` is the squared norm of a layer's direction in the metric of the Fisher matrix.
-    With damping near the precision of the dtype, it may round below zero. Its magnitude is then that
-    of the rounding error, which counts as length: a direction of rounding errors is clipped too.
-
-    Args:
-        directions: ``D⁻¹ G A⁻¹`` of each layer.
-        gradients: G of each layer.
-        lr: learning rate η.
-        clip: upper bound of ``lr² Σ ⟨direction, G⟩``.
-    """
-    products = [(v * g).sum().abs() for v, g in zip(directions, gradients, strict=True)]
-    norm = torch.stack([product.to(products[0].device) for product in products]).sum()
-    return (clip / (lr**2 * norm)).sqrt().clamp_max(1.0)
 
 
 def _gradients(layer: LayerRecord) -> Tensors:

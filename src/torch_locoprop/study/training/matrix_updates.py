@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_locoprop.baselines.kfac import EARLY, damped_factors
+from torch_locoprop.baselines.kfac import EARLY
+from torch_locoprop.baselines.kronecker_factors import damped_factors
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
