@@ -5,21 +5,20 @@ layer, from the model's output and, if it is known, from the loss. Each operatio
 consumer of its inputs. If a layer's output has one consumer and that is a known activation, this is the
 layer's transfer. A layer that feeds another layer directly is linear.
 
-Marks on the autograd nodes (``node_marks.py``) keep the findings. Which transfer a layer gets in the
-end, after the user's settings, is decided in ``transfer_assignment.py``.
+Marks on the autograd nodes (``node_marks.py``) keep the findings. Which transfer a single node computes
+is read in ``node_transfers.py``. Which transfer a layer gets in the end, after the user's settings, is
+decided in ``transfer_assignment.py``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
-from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.node_marks import (
     KEY,
@@ -29,6 +28,7 @@ from torch_locoprop.recording.node_marks import (
     is_transparent,
     node_notes,
 )
+from torch_locoprop.recording.node_transfers import INSIDE_LOSS, describe, output_shape, transfer_of
 
 
 @dataclass(frozen=True)
@@ -42,36 +42,6 @@ class Finding:
     inside_loss: bool = False  # the model returns this pre-activation: the transfer is in the loss
 
 
-_ACTIVATIONS: dict[str, Callable[[Any], Transfer | None]] = {
-    "TanhBackward0": lambda node: transfers.Tanh(),
-    "SigmoidBackward0": lambda node: transfers.Sigmoid(),
-    "ReluBackward0": lambda node: transfers.ReLU(),
-    "AtanBackward0": lambda node: transfers.Arctan(),
-    "LogSigmoidBackward0": lambda node: transfers.LogSigmoid(),
-    "SoftplusBackward0": lambda node: _softplus(node),
-    "LeakyReluBackward0": lambda node: transfers.LeakyReLU(float(node._saved_negative_slope)),
-    "EluBackward0": lambda node: _elu(
-        float(node._saved_alpha), float(node._saved_scale), float(node._saved_input_scale)
-    ),
-    "CeluBackward0": lambda node: transfers.CELU(float(node._saved_alpha)),
-    "HardtanhBackward0": lambda node: _clamp(node._saved_min_val, node._saved_max_val),
-    "ClampBackward1": lambda node: _clamp(node._saved_min, node._saved_max),
-    "ClampMinBackward0": lambda node: _clamp(node._saved_min, None),
-    "SoftmaxBackward0": lambda node: _softmax(node),
-}
-_ACTIVATIONS |= {  # in-place versions with names of their own
-    f"{name}Backward1": _ACTIVATIONS[f"{name}Backward0"] for name in ("LeakyRelu", "Elu", "Celu")
-}
-
-# Transfers inside a loss: their output and its gradient have no node in the autograd graph.
-_INSIDE_LOSS: dict[str, Callable[[Any], Transfer | None]] = {
-    "BinaryCrossEntropyWithLogitsBackward0": lambda node: transfers.Sigmoid(),
-    "LogSoftmaxBackward0": lambda node: _softmax(node),
-    "MseLossBackward0": lambda node: transfers.Linear(),
-}
-
-_SOFTPLUS_THRESHOLD = 20  # PyTorch's default
-
 # Nodes of matrix products and convolutions.
 _PRODUCTS = {
     f"{name}Backward0"
@@ -80,7 +50,6 @@ _PRODUCTS = {
 _LARGEST_WEIGHT = 50  # nodes in the autograd graph of a computed weight
 
 _COMPILED = "followed by CompiledFunction"
-_NON_MONOTONE = {"GeluBackward0", "SiluBackward0", "MishBackward0", "HardswishBackward0"}
 
 
 def trace(
@@ -95,8 +64,7 @@ def trace(
         tensor: where the search starts.
         sink: what consumes the tensor: :data:`LAYER_INPUT` or :data:`MODEL_OUTPUT`.
         record_gradients: record ∂L/∂(output) of each marked operation in later backward passes.
-        adds_one: returns True for a division ``a / (c + |a|)`` with c = 1; None reads the values that
-            autograd has saved.
+        adds_one: see :func:`~.node_transfers.transfer_of`.
 
     Returns:
         The ids of the leaves that were found outside of layers.
@@ -117,7 +85,7 @@ def trace(
                 mark.consumers.append(consumer)
             continue
         if not is_transparent(node):
-            consumer = _mark_operation(node, consumer, record_gradients, adds_one or _adds_one)
+            consumer = _mark_operation(node, consumer, record_gradients, adds_one)
         stack += [(below, consumer) for below in _inputs(node, consumer)]
     return leaves
 
@@ -161,32 +129,23 @@ def is_last(mark: Mark) -> bool:
 
 
 def _mark_operation(
-    node: Node, consumer: Mark, record_gradients: bool, adds_one: Callable[[Node], bool]
+    node: Node, consumer: Mark, record_gradients: bool, adds_one: Callable[[Node], bool] | None
 ) -> Mark:
     """Return the new mark of a node that is no layer."""
     name = node.name()
-    shape = _shape(node)
+    shape = output_shape(node)
     mark = Mark(
-        _describe(node),
-        transfers.Softsign() if _is_softsign(node, adds_one) else _transfer_of(node),
+        describe(node),
+        transfer_of(node, adds_one),
         [consumer],
         width=shape[-1] if shape else 0,
         has_parameters=_has_parameters(node),
-        inside_loss=name in _INSIDE_LOSS,
+        inside_loss=name in INSIDE_LOSS,
     )
     node_notes(node)[KEY] = mark
-    if record_gradients and name not in _INSIDE_LOSS:
+    if record_gradients and name not in INSIDE_LOSS:
         node.register_prehook(_recorder(mark))
     return mark
-
-
-def _transfer_of(node: Node) -> Transfer | None:
-    """Return the transfer that a node computes; None if it is no known, monotone transfer."""
-    known = _ACTIVATIONS.get(node.name()) or _INSIDE_LOSS.get(node.name())
-    try:
-        return known(node) if known else None
-    except ValueError:  # with these parameters the function decreases somewhere
-        return None
 
 
 def _has_parameters(node: Node) -> bool:
@@ -220,12 +179,6 @@ def _is_computed_weight(node: Node) -> bool:
     return leaves > 0
 
 
-def _shape(node: Any) -> list[int]:
-    """Return the shape of a node's output; empty for nested tensors or if it is not known."""
-    known = node._input_metadata
-    return list(known[0].shape) if known and not known[0].is_nested_tensor else []
-
-
 def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
     """Return a hook that keeps a node's output gradient in its mark."""
 
@@ -242,55 +195,6 @@ def _inputs(node: Node, consumer: Mark) -> Iterator[Node | None]:
     yield from below[:1] if consumer.transfer == transfers.Softsign() else below
 
 
-def _describe(node: Node) -> str:
-    """Return a description of a node's operation for notes."""
-    name = node.name()
-    if name in _NON_MONOTONE:
-        return f"{name.removesuffix('Backward0').lower()} is not monotone: it has no matching loss"
-    if name == "SoftplusBackward0" and _softplus(node) is None:
-        return (
-            f"softplus with a threshold below {_SOFTPLUS_THRESHOLD} is not monotone: it has no "
-            "matching loss"
-        )
-    if name == "PowBackward0" and getattr(node, "_saved_exponent", None) == 2:
-        return "square"
-    short = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
-    return f"followed by {short}"
-
-
-def _is_softsign(node: Node, adds_one: Callable[[Node], bool]) -> bool:
-    """Return True if a node is the division in ``a / (1 + |a|)``, as PyTorch computes softsign."""
-    if node.name() != "DivBackward0":
-        return False
-    numerator, denominator = (function for function, _ in node.next_functions)
-    if denominator is None or denominator.name() != "AddBackward0":
-        return False
-    terms = [function for function, _ in denominator.next_functions]
-    magnitudes = [term for term in terms if term is not None]  # a constant has no node
-    return (
-        len(magnitudes) == 1
-        and magnitudes[0].name() == "AbsBackward0"
-        and magnitudes[0].next_functions[0][0] is numerator
-        and adds_one(node)
-    )
-
-
-def _adds_one(division: Any) -> bool:
-    """Return True if a division's saved denominator is ``1 + |a|``; False if that cannot be seen.
-
-    Autograd does not save the constant itself. Hooks on saved tensors are not called: those of
-    checkpointing would compute the whole block again.
-    """
-    saved = division._raw_saved_self, division._raw_saved_other
-    if any(each.unpack_hook is not None for each in saved):
-        return False
-    a, denominator = division._saved_self.detach(), division._saved_other.detach()
-    if not has_values(denominator) or denominator.numel() == 0:
-        return False
-    expected = 1 + a.abs()
-    return bool(((denominator == expected) | expected.isnan()).all())
-
-
 def _reaches_layer(mark: Mark) -> bool:
     """Return True if a layer, or another operation with parameters, follows a node."""
     seen, stack = set(), list(mark.consumers)
@@ -302,33 +206,3 @@ def _reaches_layer(mark: Mark) -> bool:
             seen.add(id(consumer))
             stack += consumer.consumers
     return False
-
-
-def _softplus(node: Any) -> Transfer | None:
-    """Return softplus if its jump at the threshold, ``exp(−threshold)``, is a rounding error."""
-    if node._saved_threshold < _SOFTPLUS_THRESHOLD:
-        return None
-    return transfers.Softplus(float(node._saved_beta))
-
-
-def _elu(alpha: float, scale: float, input_scale: float) -> Transfer:
-    selu = transfers.SELU()
-    if (alpha, scale, input_scale) == (selu.alpha, selu.scale, selu.input_scale):
-        return selu
-    return transfers.ELU(alpha, scale, input_scale)
-
-
-def _clamp(low: float | None, high: float | None) -> Transfer | None:
-    if low is None:
-        return None
-    if high is None:
-        return transfers.ReLU() if low == 0 else None
-    clamp = transfers.Hardtanh(float(low), float(high))
-    return transfers.ReLU6() if clamp.domain == transfers.ReLU6().domain else clamp
-
-
-def _softmax(node: Any) -> Transfer | None:
-    """Return softmax if a node computes it over the last dimension; otherwise None."""
-    dimension, rank = node._saved_dim, len(_shape(node))
-    # Autograd stores the dimension as an unsigned number: -1 may be 2**64 - 1.
-    return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None
