@@ -1,6 +1,7 @@
 """Every figure of the catalog has valid configurations and distinct lines."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,19 +41,53 @@ def test_the_names_are_those_of_the_study() -> None:
         catalog.entry_of("standart")
 
 
-def test_the_protocol_is_the_papers() -> None:
-    figure = catalog.loss_figure("standard", PROTOCOL)
-    by_epoch, by_seconds = figure.panels
-    assert (by_epoch.by, by_seconds.by) == ("epoch", "seconds")
-    assert by_epoch.series == by_seconds.series
-    for config in figure.configs:
-        task = (config.dataset, config.model, config.transfer, config.batch_size, config.epochs)
-        assert task == ("mnist", "standard", "tanh", 1000, 100)
-    assert len(figure.timed) == len(figure.configs) == len(by_epoch.series)
-    (relu, _) = catalog.loss_figure("relu", PROTOCOL).panels
-    assert {each.config.transfer for each in relu.series} == {"relu"}
-    small_batches = catalog.loss_figure("batch-100", PROTOCOL)
-    assert {config.batch_size for config in small_batches.configs} == {100}
+PAPER = {  # data set, model, transfer, batch size
+    "standard": ("mnist", "standard", "tanh", 1000),
+    "wide": ("mnist", "wide", "tanh", 1000),
+    "deep": ("mnist", "deep", "tanh", 1000),
+    "relu": ("mnist", "standard", "relu", 1000),
+    "fashion-mnist": ("fashion-mnist", "standard", "tanh", 1000),
+    "curves": ("curves", "standard", "tanh", 1000),
+    "batch-100": ("mnist", "standard", "tanh", 100),
+}
+
+
+def assert_protocol(task: str, configs: Iterable[RunConfig]) -> None:
+    """The task, epochs, schedule and weight decay of each run are those that the paper states."""
+    for config in configs:
+        own = (config.dataset, config.model, config.transfer, config.batch_size)
+        assert own == PAPER[task]
+        assert (config.epochs, config.warmup_epochs, config.weight_decay) == (100, 5, 1e-5)
+        assert config.schedule == "paper"
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_the_protocol_is_the_papers(name: str) -> None:
+    figure = catalog.loss_figure(name, PROTOCOL)
+    one, other = figure.panels
+    assert one.series == other.series
+    if name in ("standard", "wide", "deep"):
+        assert [(panel.loss, panel.by) for panel in figure.panels] == [
+            ("train_loss", "epoch"),
+            ("train_loss", "seconds"),
+        ]
+        assert len(figure.timed) == len(figure.configs)
+    else:
+        assert [(panel.loss, panel.by) for panel in figure.panels] == [
+            ("train_loss", "epoch"),
+            ("test_loss", "epoch"),
+        ]
+    assert_protocol(name, figure.configs)
+    methods = {config.method.partition("@")[0] for config in figure.configs}
+    assert {"adam", "rmsprop", "kfac", "shampoo", "locoprop-s", "locoprop-m"} <= methods
+
+
+def test_first_order_methods_are_the_papers() -> None:
+    (panel,) = catalog.loss_figure("first-order", PROTOCOL).panels
+    assert [each.config.method for each in panel.series] == [
+        *("sgd", "momentum", "nesterov", "adagrad", "adam", "rmsprop"),
+    ]
+    assert_protocol("standard", [each.config for each in panel.series])
 
 
 def test_s_against_m_at_four_numbers_of_iterations() -> None:
