@@ -37,6 +37,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from torch_locoprop.paper.spectral import damped_inverse
+
 Slope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 # The secant rule finds the minimum of a quadratic itself, where rounding would decide whether the loss
@@ -72,9 +74,7 @@ def regularized_inverse(gram: Tensor, damping: float) -> Tensor:
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     eye = torch.eye(n, dtype=gram.dtype, device=gram.device)
     scale = torch.where(trace > 0, n / trace, torch.zeros_like(trace)) + 0 * trace  # NaN stays NaN
-    factor, info = torch.linalg.cholesky_ex(gram * scale + damping * eye)
-    failed = (info != 0)[..., None, None]
-    return torch.where(failed, eye / n, torch.cholesky_inverse(factor)) * scale
+    return damped_inverse(gram * scale, damping, otherwise=eye / n) * scale
 
 
 def mean_slopes(mean: Tensor, most: float, floor: float) -> Tensor:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_locoprop.paper.tensors import Number
+
 # The quintic a·s + b·s³ + c·s⁵ raises small singular values fast and keeps large ones near one.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
@@ -91,12 +93,12 @@ def unit_diagonal(gram: Tensor) -> Tensor:
     return gram / _at_least_tiny(mean)
 
 
-def damped_inverse(gram: Tensor, damping: Tensor, otherwise: Tensor | None) -> Tensor:
-    """Return ``(C + λI)⁻¹``, without waiting for the device.
+def damped_inverse(gram: Tensor, damping: Number, otherwise: Tensor | None) -> Tensor:
+    """Return ``(C + λI)⁻¹``; the host does not wait for the device.
 
     Args:
         gram: C, symmetric and positive semidefinite, ``[..., n, n]``.
-        damping: λ, ``[..., 1, 1]``.
+        damping: λ, a number or ``[..., 1, 1]``.
         otherwise: returned for matrices that have no Cholesky factor by rounding; None is I.
     """
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
