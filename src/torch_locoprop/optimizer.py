@@ -258,7 +258,7 @@ class LocoProp(LayerOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients, and drop what the layers have recorded."""
         super().zero_grad(set_to_none)
-        for layer in self._layers:  # a graph that was retained may be gone through once more
+        for layer in self._layers:  # a retained autograd graph may have another backward pass
             layer.clear()
 
     def count_replayed_step(self) -> None:
@@ -290,7 +290,7 @@ class LocoProp(LayerOptimizer):
         """Load a state; raises before anything changes if it is that of another optimizer."""
         self._check_loadable(state_dict)
         super().load_state_dict(state_dict)
-        self._graphs.forget()  # they hold the state before
+        self._graphs.forget()  # they read the old state
         if self._outer is not None:
             self._outer.load_state_dict(state_dict["outer"])
         self._counted = dict(state_dict.get("counts", {}))

@@ -39,10 +39,10 @@ class TrainingStep:
       does not have;
     - for a batch of another shape. After three of them in a row, that shape is recorded instead;
     - with several processes;
-    - after a recording has failed, of which a warning tells.
+    - after a recording has failed, which a warning reports.
 
     Learning rate schedules act on replays, and dropout draws new numbers in each. The step is recorded
-    anew when other settings of the optimizer change, its state is loaded, parameters are frozen, or
+    again when other settings of the optimizer change, its state is loaded, parameters are frozen, or
     modules change between ``train()`` and ``eval()``.
 
     Python code in the model, its hooks and the loss does not run in a replay. If such code changes what

@@ -1,8 +1,7 @@
 """What one kind of ``nn.Module`` means for the mathematics; a layer kind is one file.
 
-Every module in this package is imported here and registers its kind with :func:`~.base.serves`, so
-a new kind needs no other edit. No formula of the paper lives here but the products of a layer's
-linear map.
+Every file of this package is imported here and registers its kind with :func:`~.base.serves`, so a new
+kind needs no other edit. The only formulas in this package are the products of a layer's linear map.
 """
 
 from importlib import import_module

@@ -103,7 +103,7 @@ def serves(module: type[nn.Module] | str) -> Callable[[F], F]:
     """Register the decorated function as the one that makes the layer kind of a module.
 
     Args:
-        module: the class, or its full name for a package that must not be imported for its sake.
+        module: the class, or its full name if its package should not be imported here.
     """
 
     def register(factory: F) -> F:

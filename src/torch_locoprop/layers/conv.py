@@ -83,7 +83,7 @@ class ConvMap:
         return with_ones(_joined([of_each(images) for images in x]), weight, bias)
 
     def row_blocks(self, x: tuple[Images, ...]) -> Iterator[Tensor]:
-        """Yield the patches of some samples at a time: those of all take n/C times the room of x."""
+        """Yield the patches of some samples at a time: those of all take n/C times the memory of x."""
         for images in x:
             for some in torch.split(images.x, max(AT_ONCE // self._numbers(images), 1)):
                 yield self.inputs((replace(images, x=some),), True, False)
@@ -206,7 +206,7 @@ class ConvLayer:
         return Images(x, self._output_padding(x, size), size)
 
     def _output_padding(self, x: Tensor, size: tuple[int, ...]) -> tuple[int, ...]:
-        """Return what was added to the output of a transposed convolution to have this size."""
+        """Return the output padding with which a transposed convolution has outputs of this size."""
         own = self.linear_map
         if not own.transposed:
             return self.output_padding
@@ -229,7 +229,7 @@ class ConvLayer:
 def convolution(module: nn.modules.conv._ConvNd) -> ConvLayer:
     """Return the layer kind of a convolution, from its geometry.
 
-    The weight itself is not looked at: where it is computed (``spectral_norm``), a look may change it.
+    The weight itself is not read: if it is computed, as with ``spectral_norm``, reading may change it.
     """
     channels = (module.out_channels, module.in_channels)
     rows, columns = reversed(channels) if module.transposed else channels

@@ -1,7 +1,7 @@
 """The linear map of a layer, ``a = X Wᵀ + b``, as the local problem sees it.
 
-Here are the interface and the map of a dense matrix. Maps of other layers (convolutions) live
-beside the adapter of their module in ``layers/``. What an ``nn.Module`` is, nothing in here knows.
+This file has the interface and the map of a dense matrix. Maps of other layers, such as convolutions,
+are beside the adapters of their modules in ``layers/``. Nothing here knows ``nn.Module``.
 """
 
 from __future__ import annotations

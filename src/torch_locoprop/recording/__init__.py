@@ -1,1 +1,1 @@
-"""Hooks that record what forward and backward passes leave for a step, and where transfers are."""
+"""Records what a step needs of forward and backward passes, and detects the layers' transfers."""

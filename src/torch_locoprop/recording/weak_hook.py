@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch_locoprop.recording.hooks import ModelHooks
 
 serials = itertools.count()
-watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all that are alive
+watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all ModelHooks that are alive
 _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary()
 
 

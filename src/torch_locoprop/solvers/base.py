@@ -56,9 +56,8 @@ class Solver:
     """
 
     name: ClassVar[str]
-    closed_form: ClassVar[bool] = (
-        False  # True: solves in one go, by the curvature of the local loss
-    )
+    # True: solves without iterations, for weight and bias together, whose state the first of them has.
+    closed_form: ClassVar[bool] = False
 
     # Values of settings that an optimizer with this solver starts from, where they are not the table's.
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})

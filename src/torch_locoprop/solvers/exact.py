@@ -95,7 +95,9 @@ class Exact(Solver):
     ) -> tuple[Tensor, Tensors]:
         """Return Δ and the new state, which keeps the running C and its factorization."""
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
-        if any(each.shape[-1] != gradient.shape[-1] for each in known):  # a bias frozen or thawed
+        if any(
+            each.shape[-1] != gradient.shape[-1] for each in known
+        ):  # the bias was frozen or unfrozen
             state = {}
         renew = self._renews(problem.number) or _factors(h) not in state
         gram = state.get("gram")

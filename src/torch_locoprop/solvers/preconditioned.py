@@ -122,9 +122,9 @@ class Preconditioned(Solver):
 
 
 class _Iterate:
-    """The displacement that the iterations have come to, with the pre-activations of all rows there.
+    """The displacement after the iterations so far, and the pre-activations of all rows there.
 
-    Half precision is computed in float32, but for the products with the inputs.
+    Half precision is computed in float32, except for the products with the inputs.
     """
 
     def __init__(self, problem: LocalProblem, h: Tensor | float) -> None:
@@ -179,7 +179,7 @@ class _Iterate:
         self._velocity = momentum.unsqueeze(-1) * step, momentum.unsqueeze(-2) * rows
 
     def _gradient_ahead(self) -> Tensor:
-        """Return the gradient of the local loss where the momentum leads."""
+        """Return the gradient of the local loss at the displacement plus its momentum (Nesterov)."""
         if self._velocity is None:
             return self._first
         residual = self._residual_change(self._change + self._velocity[1])
@@ -215,7 +215,7 @@ class _Iterate:
 
 
 def _is_coupled(problem: LocalProblem) -> bool:
-    """Return True if softmax makes one problem of all outputs; otherwise each is one of its own."""
+    """Return True if softmax couples the outputs; otherwise each output is a problem of its own."""
     return problem.loss.uses_transfer and not problem.transfer.elementwise
 
 

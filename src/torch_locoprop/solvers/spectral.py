@@ -95,7 +95,7 @@ class Spectral(Solver):
             return problem.start, states
         gradient, old = at_least_float32(given), states[owner]
         if "average" in old and old["average"].shape != gradient.shape:
-            old = {}  # a bias was frozen or thawed
+            old = {}  # the bias was frozen or unfrozen
         state = {key: entry if key == "step" else entry.to(gradient) for key, entry in old.items()}
         mu, rho = spread(numbers[owner].momentum, gradient), spread(numbers[owner].decay, gradient)
         state = self._renewed(problem, state, gradient)
