@@ -38,7 +38,7 @@ from benchmarks.default_runs import Cache, Job, code_fingerprint, read_results, 
 from benchmarks.default_table import Comparison, score, tables
 from benchmarks.default_tasks import TASKS, Task, selected
 from benchmarks.options import add_options
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.machine import environment
 
 PUBLISHED = Path(__file__).parent / "results" / "defaults-cpu.json"

@@ -21,11 +21,11 @@ from torch_locoprop.config.groups import (
     restricted,
     warn_of_ignored,
 )
-from torch_locoprop.config.presets import Given, resolved, warn_of_unused
+from torch_locoprop.config.presets import Given, PresetName, resolved, warn_of_unused
 from torch_locoprop.config.settings import Guards, Settings, with_guards
-from torch_locoprop.paper.transfers import Transfer, get
+from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.layer_record import TRANSFORMED
-from torch_locoprop.recording.loss_inspection import facts_of, transfer_inside
+from torch_locoprop.recording.loss_inspection import OutputTransfer, given_loss, warn_of_unusual
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
 from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
@@ -36,7 +36,7 @@ from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.layer_optimizer import LayerOptimizer
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.outer_optimizer import OuterFactory, capped_step, make_outer
+from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, capped_step, make_outer
 
 
 @with_settings
@@ -64,7 +64,7 @@ class LocoProp(LayerOptimizer):
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every layer whose own output the model returns; a transfer in the model is detected
             automatically. Name those of a model with several heads in ``transfers``.
-        loss_fn: the loss itself, from which ``output_transfer`` and the reduction are read.
+        loss_fn: the loss itself; its transfer and reduction are read. Your own is called with zeros once.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others go to
             the fallback. None is all that can.
         guards: :class:`~torch_locoprop.Guards` on the solutions: ``cap``, ``cap_by`` and ``gate``.
@@ -96,15 +96,15 @@ class LocoProp(LayerOptimizer):
         model: nn.Module,
         lr: float | None = None,
         *,
-        preset: str | None = None,
+        preset: PresetName | None = None,
         transfers: Mapping[str, str | Transfer] | None = None,
-        output_transfer: str | Transfer | None = None,
+        output_transfer: OutputTransfer | Transfer | None = None,
         loss_fn: Callable[..., Any] | None = None,
         layers: Iterable[str] | None = None,
         guards: Guards | None = None,
         diagnose: bool = False,
         cuda_graph: bool = True,
-        apply: str = "replace",
+        apply: Apply = "replace",
         outer: OuterFactory | None = None,
         fallback: FallbackFactory | None = None,
         param_groups: Iterable[Mapping[str, Any]] | None = None,
@@ -115,9 +115,7 @@ class LocoProp(LayerOptimizer):
         self._model, self._apply, self._replays = model, apply, cuda_graph
         self._components, self._notices = Components(), Notices()
         self._given_transfers = dict(transfers or {})
-        self._output_transfer = None if output_transfer is None else get(output_transfer)
-        self._loss_transfer = None if loss_fn is None else transfer_inside(loss_fn)
-        self._loss_facts = None if loss_fn is None else facts_of(loss_fn)
+        self._loss = given_loss(output_transfer, loss_fn)
         self._fallback, self._fallback_factory = None, fallback
         self._measurements = {} if diagnose else None
         self._fisher_missing = self._attached = False
@@ -140,6 +138,7 @@ class LocoProp(LayerOptimizer):
         check_any_served(served, unserved)
         local = {p for layer in served for p in layer.tensors.values()} & wanted
         super().__init__(restricted(checked, local), defaults)
+        warn_of_unusual(output_transfer)
         self._attach()
         rest = [p for group in checked for p in group["params"] if p not in local]
         self._outer = make_outer(apply, outer, self._local_groups(), rest)

@@ -47,7 +47,10 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"output_transfer": "gelu"}, "gelu"),
     ({"transfers": {"9": "tanh"}}, "Unknown module in transfers= '9'. Known: 0, 2, 4"),
     ({"transfers": {"0": "tanhh"}}, "tanhh"),
-    ({"loss_fn": nn.L1Loss()}, "The transfer inside loss_fn=L1Loss is not known"),
+    (
+        {"loss_fn": nn.CrossEntropyLoss(), "output_transfer": "sigmoid"},
+        "output_transfer='sigmoid' contradicts loss_fn=CrossEntropyLoss, .* 'softmax' inside",
+    ),
     ({"solver": "exact", "variant": "pocoprop-s"}, "has no closed form"),
     ({"solver": "exact", "variant": "pocoprop-m"}, "has no closed form"),
     ({"solver": "exact", "regularizer": "l1"}, "needs a first-order solver"),

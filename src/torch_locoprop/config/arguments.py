@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import textwrap
+import warnings
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from torch import nn
 
 from torch_locoprop.config.presets import PRESETS, resolved
-from torch_locoprop.config.setting_kinds import unknown
-from torch_locoprop.config.settings import SETTINGS
+from torch_locoprop.config.settings import SETTINGS, Settings
+from torch_locoprop.paper.names import unknown
 
 # The constructor's arguments that are no settings.
 ARGUMENTS = (
@@ -25,14 +26,16 @@ C = TypeVar("C", bound=type[Any])
 def with_settings(cls: C) -> C:
     """Complete a class whose constructor takes ``**settings``.
 
-    ``inspect.signature`` and ``help`` then show every setting with its value in the general preset.
-    The lines ``{presets}`` and ``{settings}`` in the class's docstring are replaced by the presets and
-    by the meaning of each setting.
+    ``inspect.signature`` and ``help`` then show every setting, with its type and its value in the
+    general preset. The lines ``{presets}`` and ``{settings}`` in the class's docstring are replaced by
+    the presets and by the meaning of each setting.
     """
-    signature = inspect.signature(cls)
+    signature, types = inspect.signature(cls), get_type_hints(Settings)
     own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
     settings = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=types[name]
+        )
         for name, value in resolved({}).items()
         if name not in signature.parameters
     ]
@@ -49,11 +52,21 @@ def with_settings(cls: C) -> C:
 def check_arguments(
     model: object, transfers: object, diagnose: object, cuda_graph: object, settings: Iterable[str]
 ) -> None:
-    """Raise ``TypeError`` for arguments of a wrong type, and for keywords that are no setting."""
+    """Raise ``TypeError`` for arguments of a wrong type, and for keywords that are no setting.
+
+    Warn of a model in which all parameters are frozen.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"LocoProp takes the model itself, not {type(model).__name__}: the local problems need "
             "the layers. Pass the nn.Module, and param_groups= to train a part of it."
+        )
+    parameters = list(model.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        warnings.warn(
+            "All parameters of the model are frozen: there is nothing to train. Call "
+            "requires_grad_(True) on those that should be.",
+            stacklevel=3,
         )
     if transfers is not None and not isinstance(transfers, Mapping):
         raise TypeError(

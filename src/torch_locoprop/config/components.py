@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.config.settings import SETTINGS
 from torch_locoprop.paper.losses import LocalLoss
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.variants import VARIANTS, Variant

@@ -9,12 +9,23 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.config.settings import DEFAULTS, SETTINGS, with_guards
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, Solver, Spectral
+
+PresetName = Literal[
+    "general",
+    "spectral",
+    "paper-s",
+    "paper-m",
+    "paper-pocoprop-s",
+    "paper-pocoprop-m",
+    "paper-natural-s",
+    "paper-proxprop",
+]
 
 
 @dataclass(frozen=True)

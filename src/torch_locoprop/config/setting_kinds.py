@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
+
+from torch_locoprop.paper.names import unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,3 @@ def check_number(name: str, value: object, above: float, may_equal: bool, below:
     inside = above <= number < below if may_equal else above < number < below
     if not inside or not math.isfinite(number):
         raise ValueError(f"Invalid {name}={value}. Must be finite and {bound}.")
-
-
-def unknown(role: str, value: object, known: Iterable[str]) -> str:
-    """Return the message for an unknown name, with the closest known one."""
-    names = list(known)
-    close = difflib.get_close_matches(str(value).lower(), names, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"Unknown {role} {value!r}.{hint} Known: {', '.join(names)}."

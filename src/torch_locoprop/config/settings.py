@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, TypedDict, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_type_hints
 
 from torch_locoprop.config.setting_kinds import (
     Choice,
@@ -22,15 +22,33 @@ from torch_locoprop.config.setting_kinds import (
     Number,
     Setting,
     Switch,
-    unknown,
 )
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.regularizers import Regularizer
 from torch_locoprop.paper.variants import Variant
 from torch_locoprop.solvers import LOCAL_DECAYS, Solver
 
-LOCAL_REDUCTIONS = ("sum", "mean")
-LOCAL_PRODUCTS = ("full", "bf16")
-CAPS = ("weight", "backprop")
+# The names that a type checker allows; tests compare them with the components of these names.
+VariantName = Literal[
+    "locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m", "natural-s", "proxprop"
+]
+SolverName = Literal[
+    "sgd",
+    "momentum",
+    "nesterov",
+    "adagrad",
+    "rmsprop",
+    "adam",
+    "exact",
+    "preconditioned",
+    "spectral",
+    "general",
+]
+RegularizerName = Literal["none", "l2", "l1", "fisher"]
+LocalDecay = Literal["linear", "constant"]
+LocalReduction = Literal["sum", "mean"]
+LocalProducts = Literal["full", "bf16"]
+CapBy = Literal["weight", "backprop"]
 
 
 Rate = Annotated[
@@ -51,7 +69,7 @@ class Settings(TypedDict, total=False):
     """Every setting of :class:`torch_locoprop.LocoProp` that a parameter group may override."""
 
     variant: Annotated[
-        str | Variant,
+        VariantName | Variant,
         Component(
             default="locoprop-m",
             names_method=True,
@@ -74,7 +92,7 @@ class Settings(TypedDict, total=False):
         Count(default=10, names_method=True, meaning="number T of local iterations in each step."),
     ]
     solver: Annotated[
-        str | Solver,
+        SolverName | Solver,
         Component(
             default="rmsprop",
             names_method=True,
@@ -122,7 +140,7 @@ class Settings(TypedDict, total=False):
         ),
     ]
     regularizer: Annotated[
-        str | Regularizer | None,
+        RegularizerName | Regularizer | None,
         Component(
             default=None,
             names_method=True,
@@ -131,7 +149,7 @@ class Settings(TypedDict, total=False):
         ),
     ]
     local_decay: Annotated[
-        str,
+        LocalDecay,
         Choice(
             default="linear",
             names_method=True,
@@ -141,21 +159,21 @@ class Settings(TypedDict, total=False):
         ),
     ]
     local_reduction: Annotated[
-        str,
+        LocalReduction,
         Choice(
             default="sum",
             names_method=True,
-            choices=LOCAL_REDUCTIONS,
+            choices=get_args(LocalReduction),
             meaning="``sum`` over the rows of a batch, as in the paper, or ``mean``, which makes the "
             "settings independent of the batch size and of the loss's reduction. A loss that sums "
             "must then be given as ``loss_fn``, or be returned as it is by a closure.",
         ),
     ]
     local_products: Annotated[
-        str,
+        LocalProducts,
         Choice(
             default="full",
-            choices=LOCAL_PRODUCTS,
+            choices=get_args(LocalProducts),
             meaning="precision of matrix products in local iterations: ``full`` is torch's (in "
             "float32 on a GPU to a factor of two: three products in TF32), ``bf16`` allows products "
             "of bfloat16 where they are faster (on a GPU, linear layers). Weights and solver state "
@@ -200,10 +218,10 @@ class Settings(TypedDict, total=False):
         ),
     ]
     cap_by: Annotated[
-        str,
+        CapBy,
         Choice(
             default="weight",
-            choices=CAPS,
+            choices=get_args(CapBy),
             meaning="``weight``: the cap is relative to the norm of the layer's weight; with "
             '``apply="gradient"`` it bounds the step that ``outer`` takes, weight decay included. '
             "``backprop``: it is relative to the step ``lr · gamma · G``; with "
@@ -251,7 +269,7 @@ class Guards:
     """
 
     cap: float | None = DEFAULTS["cap"]
-    cap_by: str = DEFAULTS["cap_by"]
+    cap_by: CapBy = DEFAULTS["cap_by"]
     gate: bool = DEFAULTS["gate"]
 
 

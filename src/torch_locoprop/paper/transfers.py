@@ -6,6 +6,7 @@ This module offers every transfer. The interface is in ``transfer_base.py``, the
 ``losses.py``.
 """
 
+from torch_locoprop.paper.names import did_you_mean
 from torch_locoprop.paper.piecewise_transfers import (
     CELU,
     ELU,
@@ -91,6 +92,7 @@ def get(transfer: str | Transfer) -> Transfer:
         )
     if name not in TRANSFERS:
         raise ValueError(
-            f"Invalid transfer={transfer!r}. Must be a Transfer or one of {', '.join(NAMES)}."
+            f"Invalid transfer={transfer!r}.{did_you_mean(name, NAMES)} Must be a Transfer or one of "
+            f"{', '.join(NAMES)}."
         )
     return TRANSFERS[name]

@@ -12,9 +12,9 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.recording.layer_record import LayerRecord
 
 NEW = "was added after the optimizer was made: make a new optimizer"

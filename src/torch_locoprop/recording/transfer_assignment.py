@@ -6,15 +6,19 @@ The search of the autograd graph is in ``transfer_detection.py``. The notes belo
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from torch_locoprop.config.setting_kinds import unknown
+import torch
+
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.recording import transfer_detection
 from torch_locoprop.recording.call import Call, CompiledGraph
 from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.loss_inspection import GivenLoss
 
 if TYPE_CHECKING:
     from torch_locoprop.recording.hooks import ModelHooks
@@ -23,6 +27,7 @@ COMPILED_APART = "compiled apart from what follows it: name its transfer in tran
 COMPILED = "compiled: ∂L/∂y counts as zero where the transfer is flat"
 IN_PIECES = "compiled in pieces: labels are drawn by hooks, which break the graph at every layer"
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
+NONE_IN_LOSS = "no known transfer is inside loss_fn="
 NESTED = "its inputs are nested tensors: it takes BackProp steps"
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 NOT_REACHED = "no backward pass goes through its output: it takes BackProp steps"
@@ -30,18 +35,14 @@ USED_ELSEWHERE = "its weight is used outside of its forward too: it takes BackPr
 
 
 def decide_all(
-    layers: Sequence[LayerRecord],
-    hooks: ModelHooks,
-    output_transfer: Transfer | None,
-    loss_transfer: Transfer | None,
+    layers: Sequence[LayerRecord], hooks: ModelHooks, loss: GivenLoss
 ) -> list[LayerRecord]:
     """Assign a transfer to every layer that has recorded calls and was not decided before.
 
     Args:
         layers: all layers with a local problem.
         hooks: the hooks that recorded the calls.
-        output_transfer: the transfer inside the loss, as the user gave it.
-        loss_transfer: the transfer inside the loss, as found in ``loss_fn``.
+        loss: what the user has told about the loss.
 
     Returns:
         The layers that were not decided before.
@@ -49,8 +50,55 @@ def decide_all(
     undecided = [layer for layer in layers if layer.calls and not layer.decided]
     in_parts = bool(undecided) and compiled_in_parts(layers, hooks.compiled_graphs)
     for layer in undecided:
-        assign_transfer(layer, output_transfer, loss_transfer, in_parts, hooks.leaves)
+        assign_transfer(layer, loss.output_transfer, loss.transfer, in_parts, hooks.leaves)
+        if layer.note == INSIDE_LOSS and loss.was_unseen:
+            layer.note = NONE_IN_LOSS
     return undecided
+
+
+def seen_loss(layers: Iterable[LayerRecord], loss: GivenLoss) -> GivenLoss:
+    """Return the loss with what its autograd graph tells for the output of the model.
+
+    Args:
+        layers: all layers with a local problem, with the calls of this step.
+        loss: what the user has told about the loss.
+    """
+    with torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # about the labels, which are made up
+        for layer in layers:
+            if _is_searched(layer) and all(found.inside_loss for found in layer.findings()):
+                return loss.looked_at(layer.calls[0].shape, layer.tensors["weight"].detach())
+    return loss._replace(unseen=None)
+
+
+def contradiction(layers: Iterable[LayerRecord], loss: GivenLoss) -> str:
+    """Return how the loss that was trained contradicts what the user told; empty if it does not.
+
+    Args:
+        layers: all layers with a local problem, with the calls of this step.
+        loss: what the user has told about the loss.
+    """
+    given = loss.known_transfer
+    if given is None:
+        return ""
+    argument = "loss_fn=" if loss.output_transfer is None else "output_transfer="
+    for layer in layers:
+        if not _is_searched(layer) or layer.explicit:
+            continue
+        for found in layer.findings():
+            of_loss = found.consumer is not None and found.consumer.inside_loss
+            if of_loss and found.inside_loss and found.transfer not in (None, given):
+                return (
+                    f"The loss that is trained has the transfer {found.transfer.name!r} inside, and "
+                    f"{argument} says {given.name!r}. Pass the loss that is trained as loss_fn=, or "
+                    "neither: with step(closure) it is detected automatically."
+                )
+    return ""
+
+
+def _is_searched(layer: LayerRecord) -> bool:
+    """Return True if the autograd graph behind a layer that is not decided yet was searched."""
+    return bool(layer.calls) and not layer.decided and all(call.searched for call in layer.calls)
 
 
 def give_transfers(layers: Iterable[LayerRecord], given: Mapping[str, str | Transfer]) -> None:

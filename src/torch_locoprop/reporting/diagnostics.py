@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, overload
 
 from torch import Tensor
 
@@ -105,7 +105,13 @@ class Diagnostics(Sequence[LayerDiagnostics]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: int) -> LayerDiagnostics: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[LayerDiagnostics, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerDiagnostics | tuple[LayerDiagnostics, ...]:
         return self._rows[index]
 
     def __str__(self) -> str:

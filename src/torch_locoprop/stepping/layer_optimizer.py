@@ -6,7 +6,7 @@ The order of a step is in ``optimizer.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -29,9 +29,14 @@ from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_intact
-from torch_locoprop.recording.loss_inspection import LossFacts
+from torch_locoprop.recording.loss_inspection import GivenLoss
 from torch_locoprop.recording.model_scan import scan
-from torch_locoprop.recording.transfer_assignment import decide_all, give_transfers
+from torch_locoprop.recording.transfer_assignment import (
+    contradiction,
+    decide_all,
+    give_transfers,
+    seen_loss,
+)
 from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
@@ -50,9 +55,9 @@ _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a hos
 
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
 _KEPT = (
-    *("_model", "_components", "_given", "_given_transfers", "_output_transfer", "_loss_transfer"),
-    *("_loss_facts", "_fallback", "_outer", "_apply", "_patterns", "_measurements", "_replays"),
-    *("_notices", "_fisher_missing", "_fallback_rate"),
+    *("_model", "_components", "_given", "_given_transfers", "_loss", "_fallback", "_outer"),
+    *("_apply", "_patterns", "_measurements", "_replays", "_notices", "_fisher_missing"),
+    "_fallback_rate",
 )
 
 
@@ -63,9 +68,7 @@ class LayerOptimizer(WithFallback):
     _components: Components
     _given: Given  # the settings and the preset of the constructor
     _given_transfers: dict[str, str | Transfer]  # by module name
-    _output_transfer: Transfer | None
-    _loss_transfer: Transfer | None  # read from loss_fn
-    _loss_facts: LossFacts | None  # read from loss_fn
+    _loss: GivenLoss  # what output_transfer= and loss_fn= tell
     _notices: Notices
     _patterns: tuple[str, ...] | None  # of the layers to serve
     _measurements: Measurements | None
@@ -85,16 +88,11 @@ class LayerOptimizer(WithFallback):
             layer.count_from(self._counted.get(layer.name, {}))
         give_transfers(self._layers, self._given_transfers)
         self._check_agreement(self._layers, self._group_of())
-        self._hooks = ModelHooks(self._model, self._layers, self._known_output)
+        self._hooks = ModelHooks(self._model, self._layers, self._loss.known_transfer)
         self._hooks.before_forward = weakref.WeakMethod(self._require_anew)
         self._graphs = graphs.StepGraphs()
         self._attached = True
         self._require()
-
-    @property
-    def _known_output(self) -> Transfer | None:
-        """The transfer of the model's output, as far as the user has given it."""
-        return self._output_transfer or self._loss_transfer
 
     def _require(self) -> None:
         """Plan the next step, and tell layers and hooks what it will need."""
@@ -154,10 +152,27 @@ class LayerOptimizer(WithFallback):
         groups = self._local_groups()
         return tuple(self._components.solver(g).phase(problems_before(g)) for g in groups)
 
+    def __repr__(self) -> str:
+        """Return the settings of each group: those that its solver uses, or the fallback's own."""
+        lines = [f"{type(self).__name__} ("]
+        for number, group in enumerate(self.param_groups):
+            unused: Iterable[str] = ("fallback",)
+            by = "" if self._fallback is None else f" ({type(self._fallback).__name__})"
+            if not group["fallback"]:
+                by, unused = "", self._components.solver(group).ignores | BOOKKEEPING.keys()
+            lines.append(f"Parameter Group {number}{by}")
+            shown = sorted(group.keys() - {"params", "initial_lr", *unused})
+            lines += [f"    {name}: {group[name]}" for name in shown]
+        return "\n".join([*lines, ")"])
+
     def _detect_transfers(self) -> None:
         """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
-        known = (self._output_transfer, self._loss_transfer)
-        for layer in decide_all(self._layers, self._hooks, *known):
+        if self._loss.unseen is not None:
+            self._loss = seen_loss(self._layers, self._loss)
+        told = contradiction(self._layers, self._loss)
+        if told:
+            self._notices.once("loss", told)
+        for layer in decide_all(self._layers, self._hooks, self._loss):
             layer.condense()  # as from now on, and as after a resumption
             if not needs_output(self._plan, layer):
                 layer.drop_outputs()
@@ -221,7 +236,7 @@ class LayerOptimizer(WithFallback):
 
     def _loss_terms(self) -> float:
         """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
-        facts = self._hooks.loss_facts if self._loss_facts is None else self._loss_facts
+        facts = self._hooks.loss_facts if self._loss.facts is None else self._loss.facts
         if not facts.sums:
             return 1.0
         terms = count_loss_terms(self._layers, facts.by_row)
@@ -243,7 +258,7 @@ class LayerOptimizer(WithFallback):
         return {p: group for group in self._local_groups() for p in group["params"]}
 
     def _checked(self, group: Mapping[str, Any]) -> Group:
-        return checked_group(group, self._model, self._components, self._known_output)
+        return checked_group(group, self._model, self._components, self._loss.known_transfer)
 
     def _check_agreement(
         self, layers: list[LayerRecord], group_of: Mapping[nn.Parameter, Group]
@@ -313,7 +328,7 @@ class LayerOptimizer(WithFallback):
     def _check_loaded_group(self, group: Group) -> None:
         try:
             self._components.check(group)
-            check_predictive(group, self._components, self._known_output)
+            check_predictive(group, self._components, self._loss.known_transfer)
         except ValueError as error:
             raise ValueError(
                 f"The state dict does not fit: {error} Make this optimizer with the same "

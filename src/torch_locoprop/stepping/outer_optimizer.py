@@ -15,22 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop.config.groups import Group
-from torch_locoprop.config.setting_kinds import unknown
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.fallback_optimizer import move_state
 from torch_locoprop.stepping.guards import Guarded, cap_factor
 
 RATE_TOLERANCE = 1e-6  # relative difference of equal learning rates, which schedules round
-APPLY = ("replace", "gradient", "nothing")
+Apply = Literal["replace", "gradient", "nothing"]
 
 Optimizers = Optimizer | Sequence[Optimizer]
 OuterFactory = Callable[[list[nn.Parameter]], Optimizers] | Optimizers
@@ -195,8 +195,8 @@ def make_outer(
     Raises:
         ValueError: if ``apply``, ``outer`` and the settings of the groups do not fit together.
     """
-    if apply not in APPLY:
-        raise ValueError(unknown("apply", apply, APPLY))
+    if apply not in get_args(Apply):
+        raise ValueError(unknown("apply", apply, get_args(Apply)))
     if apply != "nothing" and (apply == "gradient") != (factory is not None):
         raise ValueError(
             'apply="gradient" passes the local displacements to the optimizer of outer=. Pass both, '

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.cli import completion, options, tables
 from torch_locoprop.study.cli.shared import load
 from torch_locoprop.study.data import datasets

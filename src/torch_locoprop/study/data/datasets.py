@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.data.curves import curves
 from torch_locoprop.study.data.curves_files import GENUINE, SEED, generated, is_in, read_mat
 from torch_locoprop.study.data.download import DownloadError, Progress, fetch

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study import methods
 from torch_locoprop.study.atomic_files import write
 from torch_locoprop.study.equal_budgets import plan, summary, workers

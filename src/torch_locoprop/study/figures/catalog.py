@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study import methods
 from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.config import RunConfig

@@ -6,6 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp, baselines
+from torch_locoprop.config.settings import VariantName
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study.methods.muon import muon_and_adam
 from torch_locoprop.study.methods.record import TUNED, Build, Method, Settings, register
@@ -19,7 +20,7 @@ _SPACE: Space = {
 }
 
 
-def _under_momentum(variant: str) -> Build:
+def _under_momentum(variant: VariantName) -> Build:
     """Return the builder of: the solution of each batch's own problems, averaged by momentum."""
 
     def build(model: nn.Module, settings: Settings) -> Optimizer:

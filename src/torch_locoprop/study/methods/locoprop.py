@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch_locoprop import LocoProp
+from torch_locoprop.config.settings import VariantName
 from torch_locoprop.study.methods.record import TUNED, Build, Method, register
 from torch_locoprop.study.methods.search_space import Span
 from torch_locoprop.study.methods.step_cost import StepCost
@@ -31,13 +32,13 @@ _COST = StepCost(
 )
 
 
-def _build(variant: str) -> Build:
+def _build(variant: VariantName) -> Build:
     return lambda model, settings: LocoProp(
         model, variant=variant, output_transfer="sigmoid", **settings
     )
 
 
-def _register(name: str, source: str, own: dict[str, Any], **fields: Any) -> None:
+def _register(name: VariantName, source: str, own: dict[str, Any], **fields: Any) -> None:
     register(
         Method(
             name,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.methods.search_space import Space
 from torch_locoprop.study.methods.step_cost import StepCost
 from torch_locoprop.study.models import architectures

@@ -7,6 +7,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.names import did_you_mean
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.study.models.autoencoder import deep_autoencoder
 
@@ -57,8 +58,9 @@ def sizes_of(model: str) -> tuple[int, ...]:
     widths = model.split("-")
     if len(widths) < 2 or not all(width.isdecimal() and int(width) > 0 for width in widths):
         raise ValueError(
-            f"Invalid model={model!r}. Must be one of {', '.join(PRESETS)}, or two or more "
-            "positive widths from the input to the code, such as 784-64-16."
+            f"Invalid model={model!r}.{did_you_mean(model, PRESETS)} Must be one of "
+            f"{', '.join(PRESETS)}, or two or more positive widths from the input to the code, such as "
+            "784-64-16."
         )
     return tuple(map(int, widths))
 
@@ -70,7 +72,8 @@ def transfer_between(name: str) -> Transfer:
         ValueError: If there is none, or if it cannot be used between two layers.
     """
     if name.lower().replace("-", "_") not in (*transfers.NAMES, *transfers.NON_MONOTONE):
-        raise ValueError(f"Invalid transfer={name!r}. Must be one of {', '.join(SUITABLE)}.")
+        hint = did_you_mean(name, SUITABLE)
+        raise ValueError(f"Invalid transfer={name!r}.{hint} Must be one of {', '.join(SUITABLE)}.")
     transfer = transfers.get(name)
     if transfer.name in UNSUITABLE:
         raise ValueError(

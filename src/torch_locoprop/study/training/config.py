@@ -15,7 +15,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from torch_locoprop.config.setting_kinds import check_number, unknown
+from torch_locoprop.config.setting_kinds import check_number
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study import methods
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import schedules

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.machine import environment

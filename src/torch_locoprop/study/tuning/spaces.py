@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from torch_locoprop.config.setting_kinds import unknown
+from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.methods import Method
 from torch_locoprop.study.methods.search_space import SHARED, Choices, Domain, Space, Span
 
