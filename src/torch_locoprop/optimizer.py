@@ -64,7 +64,7 @@ class LocoProp(LayerOptimizer):
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every layer whose own output the model returns; a transfer in the model is detected
             automatically. Name those of a model with several heads in ``transfers``.
-        loss_fn: the loss itself; its transfer and reduction are read. Your own is called with zeros once.
+        loss_fn: the loss, whose transfer and reduction are read. Your own is called once, with zeros.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others go to
             the fallback. None is all that can.
         guards: :class:`~torch_locoprop.Guards` on the solutions: ``cap``, ``cap_by`` and ``gate``.
