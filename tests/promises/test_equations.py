@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "equations.md"
 NUMBERED = {"Eq.": 19, "Algorithm": 4, "Proposition": 4, "Table": 5, "Figure": 8}
 EXPECTED = [f"{kind} {n}" for kind, last in NUMBERED.items() for n in range(1, last + 1)]
-COLUMNS = ["Statement", "Code", "Test"]
+COLUMNS = ["Code", "Statement", "Test"]  # the code first: it is in view on narrow screens too
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def rows_of(text: str) -> list[Row]:
             inside = True
         elif inside and set(line) - set("|- "):
             assert len(cells) == 4, f"{len(cells)} cells: {line}"
-            spans = [tuple(re.findall(r"`([^`]+)`", cell)) for cell in cells[2:]]
-            rows.append(Row(cells[0], cells[1], *spans))
+            code, tests = (tuple(re.findall(r"`([^`]+)`", cells[i])) for i in (1, 3))
+            rows.append(Row(cells[0], cells[2], code, tests))
     return rows
 
 
