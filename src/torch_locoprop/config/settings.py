@@ -266,6 +266,11 @@ class Guards:
 
     The fields are the settings of the same names, which may also be given one by one. In a parameter
     group, ``guards`` replaces all three settings of the constructor.
+
+    Args:
+        cap: the longest displacement of a layer, relative to the norm that ``cap_by`` names.
+        cap_by: ``"weight"`` or ``"backprop"``.
+        gate: replace a solution that raises the local loss by the BackProp step.
     """
 
     cap: float | None = DEFAULTS["cap"]

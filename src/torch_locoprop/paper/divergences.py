@@ -75,7 +75,12 @@ def matching_loss_per_row(transfer: Transfer, y: Tensor, a_hat: Tensor) -> Tenso
 
 
 def integral_per_row(a: Tensor, transfer: Transfer) -> Tensor:
-    """Return ``F(a)`` summed over the features: ``[..., d] -> [...]``."""
+    """Return ``F(a)`` summed over the features: ``[..., d] -> [...]``.
+
+    Args:
+        a: pre-activations, ``[..., d]``.
+        transfer: the transfer f, whose integral F is.
+    """
     value = transfer.integral(a)
     return value.sum(-1) if transfer.elementwise else value
 

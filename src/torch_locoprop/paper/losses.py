@@ -62,11 +62,26 @@ class LocalLoss:
         return False
 
     def value(self, a: Tensor, target: Tensor, transfer: Transfer) -> Tensor:
-        """Return D for each row, ``[..., rows]``, up to a constant that does not depend on ``a``."""
+        """Return D for each row, up to a constant that does not depend on ``a``.
+
+        Guards and diagnostics need it; solvers do not.
+
+        Args:
+            a: pre-activations, ``[..., rows, d]``.
+            target: the target, ``[..., rows, d]``.
+            transfer: the layer's transfer f.
+
+        Returns:
+            The value of each row, ``[..., rows]``.
+        """
         raise NotImplementedError
 
     def curvature(self, a: Tensor, transfer: Transfer) -> Tensor | None:
         """Return ``∂δ/∂a`` averaged over the rows.
+
+        Args:
+            a: pre-activations, ``[..., rows, d]``.
+            transfer: the layer's transfer f.
 
         Returns:
             None for the identity, ``[..., d]`` for a diagonal matrix, or ``[..., d, d]``.

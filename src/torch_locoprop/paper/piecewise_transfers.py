@@ -139,7 +139,12 @@ class SquaredReLU(Transfer):
 
 @dataclass(frozen=True)
 class Hardtanh(Transfer):
-    """``f(a)`` is ``a`` clamped to ``[min_val, max_val]``, with ``F(a) = f(a) (a − f(a)/2)``."""
+    """``f(a)`` is ``a`` clamped to ``[min_val, max_val]``, with ``F(a) = f(a) (a − f(a)/2)``.
+
+    Args:
+        min_val: the smallest value of f.
+        max_val: the largest value of f, >= ``min_val``.
+    """
 
     name = "hardtanh"
     strictly_increasing = False

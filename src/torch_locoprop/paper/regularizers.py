@@ -55,11 +55,22 @@ class Regularizer:
         return gradient
 
     def prox(self, displacement: Tensor, rate: Number) -> Tensor:
-        """Return the proximal map of ``rate · R`` at a displacement, after each local iteration."""
+        """Return the proximal map of ``rate · R``, which is applied after each local iteration.
+
+        Args:
+            displacement: ``W̃ − W`` of one tensor.
+            rate: the learning rate of the local iteration.
+        """
         return displacement
 
     def value(self, displacement: Tensors, eta: Number, metric: Metric | None) -> Tensor:
-        """Return ``R(W̃, W)`` as a scalar tensor."""
+        """Return ``R(W̃, W)`` as a scalar tensor.
+
+        Args:
+            displacement: ``W̃ − W`` of each trained tensor.
+            eta: the learning rate η.
+            metric: the Fisher metric of the layer, if ``needs`` asks for it.
+        """
         return torch.zeros(())
 
 
@@ -187,7 +198,15 @@ REGULARIZERS: dict[str, Regularizer] = {
 
 
 def pulled_back_to_start(gradient: Tensors, displacement: Tensors, eta: Number) -> Tensors:
-    """Return ``gradient + displacement/η``, or ``gradient`` where η = 0: nothing has moved there."""
+    """Return ``gradient + displacement/η``: the gradient with that of the squared distance added.
+
+    Where η = 0 nothing has moved, and the result is ``gradient``.
+
+    Args:
+        gradient: the gradient of the local loss, for each trained tensor.
+        displacement: ``W̃ − W``, with the keys of ``gradient``.
+        eta: the learning rate η.
+    """
     if not isinstance(eta, Tensor):
         weight: Number = 1 / eta if eta else 0.0
     else:

@@ -184,5 +184,11 @@ class NaturalGradient(Target):
 
 
 def step_from(start: Tensor, direction: Tensor | None, gamma: Number) -> Tensor:
-    """Return ``start − γ · direction``, or ``start`` if ``direction`` is None."""
+    """Return ``start − γ · direction``, or ``start`` if ``direction`` is None.
+
+    Args:
+        start: the present activations, ``[..., rows, d]``.
+        direction: a gradient of the same shape, or None.
+        gamma: the activation step size γ.
+    """
     return start if direction is None else start - spread(gamma, start) * direction

@@ -82,13 +82,22 @@ class Transfer(ABC):
         return self._inverse(y.clamp(*self.domain))
 
     def vjp(self, a: Tensor, v: Tensor) -> Tensor:
-        """Return ``J(a)ᵀ v``, where ``J`` is the Jacobian of f: ∂L/∂a from ``v = ∂L/∂y``."""
+        """Return ``J(a)ᵀ v``, where ``J`` is the Jacobian of f: ∂L/∂a from ``v = ∂L/∂y``.
+
+        Args:
+            a: pre-activations, ``[..., d]``.
+            v: ∂L/∂y, of the same shape.
+        """
         return self.derivative(a) * v
 
     def pull_back(self, a: Tensor, g: Tensor) -> Tensor:
         """Return a finite ``v`` with ``vjp(a, v) = g``, and zero where f is flat.
 
         This recovers ``∂L/∂y`` from ``g = ∂L/∂a`` when the transfer is part of the loss function.
+
+        Args:
+            a: pre-activations, ``[..., d]``.
+            g: ∂L/∂a, of the same shape.
         """
         return divide(g, self.derivative(a))
 

@@ -19,12 +19,19 @@ States = dict[str, Tensors]  # by the tensor's name: what the solver keeps of it
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one tensor's parameter group, or tensors ``[K]`` of them for a population."""
+    """The numbers of one tensor's parameter group, or tensors ``[K]`` of them for a population.
 
-    lr: Number  # η
-    momentum: Number = 0.0  # μ or β₁
-    decay: Number = 0.0  # ρ or β₂
-    eps: Number = 0.0  # ε
+    Args:
+        lr: learning rate η.
+        momentum: μ, or β₁ of Adam.
+        decay: ρ, or β₂ of Adam.
+        eps: ε.
+    """
+
+    lr: Number
+    momentum: Number = 0.0
+    decay: Number = 0.0
+    eps: Number = 0.0
 
     def at(self, rate: float, tensor: Tensor) -> Numbers:
         """Return the numbers for one local iteration on one tensor.

@@ -34,25 +34,44 @@ class Iterate:
         return self.problem.gradient(self.at, self._gram)
 
     def found(self) -> Tensors:
-        """Return the tensors that the iterations have come to."""
+        """Return the tensors after the iterations so far."""
         return self.at
 
 
 class FirstOrder(Solver):
-    """T iterations ``W ← W − step(∇D(W))``; subclass it and give ``init`` and ``step``."""
+    """T iterations ``W ← W − step(∇D(W))``. Subclass it and define ``step``, and ``init`` if needed."""
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
-        """Return the state before the first step."""
+        """Return the state before the first step.
+
+        Args:
+            tensor: the tensor that the solver will move, ``[..., d, n]`` or ``[..., d]``.
+            numbers: its learning rate and other numbers.
+        """
         return {}
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
-        """Return what to subtract from the tensor, and the new state."""
+        """Return what to subtract from the tensor, and the new state.
+
+        Args:
+            gradient: the gradient of the local loss, in the shape of the tensor.
+            state: the state before this iteration, which is not changed.
+            numbers: the learning rate of this iteration, and the other numbers.
+        """
         raise NotImplementedError
 
     def advance_(
         self, tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
     ) -> None:
-        """Move tensor and state in place by a step at ``rate`` times the learning rate."""
+        """Move a tensor and its state in place by one :meth:`step`.
+
+        Args:
+            tensor: the tensor.
+            gradient: the gradient of the local loss, in the shape of the tensor.
+            state: the tensor's state.
+            numbers: its learning rate and other numbers.
+            rate: factor of the learning rate in this iteration.
+        """
         change, new = self.step(gradient, state, numbers.at(rate, tensor))
         tensor.sub_(change)
         state.update(new)
@@ -202,18 +221,21 @@ class Adam(FirstOrder):
 
 
 def local_rate(t: int, local_steps: int, local_decay: str) -> float:
-    """Return the factor of the learning rate in local iteration t = 0..T−1.
+    """Return the factor of the learning rate in a local iteration.
 
-    ``"linear"`` gives ``max(1 − t/T, 1/4)``, ``"constant"`` gives 1.
+    Args:
+        t: the iteration, from 0.
+        local_steps: number of iterations T.
+        local_decay: ``"linear"`` gives ``max(1 − t/T, 1/4)``, ``"constant"`` gives 1.
     """
     return max(1 - t / local_steps, 0.25) if local_decay == "linear" else 1.0
 
 
 def average(old: Tensor, new: Tensor, decay: Number) -> Tensor:
-    """``decay · old + (1 − decay) · new``."""
+    """Return ``decay · old + (1 − decay) · new``."""
     return torch.lerp(new, old, decay)
 
 
 def _count_dtype(tensor: Tensor) -> torch.dtype:
-    """Wide enough for ``1 − β₂ᵗ``; Apple's GPUs have no float64."""
+    """Return a dtype that is precise enough for ``1 − β₂ᵗ``; Apple's GPUs have no float64."""
     return torch.float32 if tensor.device.type == "mps" else torch.float64
