@@ -1,1 +1,1 @@
-"""Settings of the optimizer: their checks, groups and components."""
+"""The settings of the optimizer: the table of them, presets, checks, parameter groups, components."""

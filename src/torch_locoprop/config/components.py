@@ -78,7 +78,10 @@ class Components:
             self._check_preconditioned(group)
 
     def _check_spectral(self, group: Mapping[str, Any]) -> None:
-        """Raise for settings that compare the spectral step, which has no units, with others."""
+        """Raise ``ValueError`` for settings that the spectral step cannot follow.
+
+        These depend on the scale of the loss, or ask for plain gradient steps between its own.
+        """
         if group["gate"] or (group["cap"] is not None and group["cap_by"] == "backprop"):
             raise ValueError(
                 "gate=True and cap_by='backprop' depend on gamma and on the scale of the loss, and "
@@ -96,7 +99,7 @@ class Components:
             )
 
     def _check_preconditioned(self, group: Mapping[str, Any]) -> None:
-        """Raise for settings with which the preconditioned solver cannot do what it promises."""
+        """Raise ``ValueError`` for settings that the preconditioned solver does not support."""
         if type(self.regularizer(group)) is not Regularizer:
             raise ValueError(
                 f"regularizer={group['regularizer']!r} needs another solver: solver='preconditioned' "

@@ -49,7 +49,13 @@ def checked_group(
 def check_predictive(
     group: Mapping[str, Any], components: Components, output: Transfer | None
 ) -> None:
-    """Raise if labels would have to be drawn from a distribution that is not known."""
+    """Raise ``ValueError`` if a group needs sampled labels and their distribution is not known.
+
+    Args:
+        group: the settings of the group.
+        components: what the names in the group stand for.
+        output: the transfer of the model's output, which defines the distribution; None if not known.
+    """
     needs = components.variant(group).target.needs | components.regularizer(group).needs
     if "fisher" in needs and (output is None or output.name not in PREDICTIVE):
         raise ValueError(
@@ -60,7 +66,9 @@ def check_predictive(
 
 
 def check_agreement(layer: str, groups: Sequence[Group], components: Components) -> None:
-    """Raise unless the groups of a layer's weight and bias agree in the settings of one problem.
+    """Raise ``ValueError`` unless the groups of a layer's weight and bias have equal settings.
+
+    Only settings that a tensor may have for itself, such as ``lr`` of iterative solvers, may differ.
 
     Args:
         layer: the layer's name.
@@ -79,7 +87,15 @@ def check_agreement(layer: str, groups: Sequence[Group], components: Components)
 
 
 def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
-    """Raise if a state dict's groups have other parameters, or others to train them."""
+    """Raise ``ValueError`` if a state dict's groups do not correspond to those of this optimizer.
+
+    They correspond if they have as many parameters each, and are trained by the same optimizers: local
+    problems, the fallback or an outer optimizer.
+
+    Args:
+        saved: the groups of the state dict.
+        here: the groups of this optimizer.
+    """
     divisions = [
         [(g["fallback"], g["fallback"] and "local_lr" in g, len(g["params"])) for g in groups]
         for groups in (saved, here)
@@ -94,7 +110,13 @@ def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
 def warn_of_ignored(
     groups: Iterable[Mapping[str, Any]], checked: Iterable[Group], local: set[nn.Parameter]
 ) -> None:
-    """Warn of settings given to parameters of the fallback, which has settings of its own."""
+    """Warn of settings given to parameters of the fallback, which has settings of its own.
+
+    Args:
+        groups: the groups as the user gave them.
+        checked: the same groups with all settings.
+        local: the parameters with a local problem.
+    """
     for given, group in zip(groups, checked, strict=True):
         ignored = sorted(set(given) - set(_NO_SETTINGS))
         count = sum(p not in local for p in group["params"])
@@ -107,7 +129,7 @@ def warn_of_ignored(
 
 
 def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[Group]:
-    """Return the groups without parameters outside the set, and without groups left empty."""
+    """Return the groups with only those of their parameters that are in a set; drop empty groups."""
     inside = [
         {**group, "params": [p for p in group["params"] if p in parameters]} for group in groups
     ]
