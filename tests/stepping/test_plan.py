@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.config.settings import PLAN_SETTINGS, SETTINGS
+from torch_locoprop.stepping import method
 
 Change = Callable[[nn.Sequential, LocoProp], None]
 
@@ -68,6 +69,26 @@ def test_a_plan_stays_while_nothing_changes(variant: str) -> None:
         opt.param_groups[0]["lr"] *= factor
         take_steps(model, opt, 1)
         assert opt._plan is plan
+
+
+@pytest.mark.parametrize(("solver", "decisions"), [("rmsprop", 0), ("exact", 3)])
+def test_a_layers_variant_is_decided_once_a_plan(
+    solver: str, decisions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan of RMSProp stays, so nothing is decided again; the closed form has a plan each step."""
+    decided: list[object] = []
+    decide = method._effective_variant
+    monkeypatch.setattr(
+        method, "_effective_variant", lambda *given: decided.append(given) or decide(*given)
+    )
+    model = network()
+    opt = LocoProp(model, variant="locoprop-m", solver=solver, output_transfer="sigmoid")
+    take_steps(model, opt, 2)
+    for _ in range(2):
+        decided.clear()
+        take_steps(model, opt, 1)
+        opt.summary()
+        assert len(decided) == decisions  # the model has three layers
 
 
 @pytest.mark.parametrize("name", PLAN_SETTINGS)
