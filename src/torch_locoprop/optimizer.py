@@ -210,11 +210,8 @@ class LocoProp(LayerOptimizer):
         if any(group["state_of"] != group["solver"] for group in groups):
             forget_other_solvers(groups, self.state)
         terms = self._loss_terms()
-        if self._hooks.processes is not None and not self._hooks.averaged:
-            for layer in trained:  # a step inside no_sync(): each process has a problem of its own
-                layer.shared_facts = None
-        elif self._hooks.processes is not None:
-            terms = agree(self._hooks.processes, list(trained), terms)
+        if self._hooks.processes is not None or self._is_sharded:
+            terms = agree(self._hooks, self._layers, trained, terms)
         elif distributed.is_available() and distributed.is_initialized() and self._drifts():
             self._notices.drifting()
         return LocalSteps(
@@ -231,7 +228,7 @@ class LocoProp(LayerOptimizer):
 
     def _iterate_locally(self, steps: LocalSteps, trained: Trained) -> Directions:
         """Run the local iterations of all layers; on a GPU, by replaying a CUDA graph if possible."""
-        if not self._replays or self._hooks.processes is not None:
+        if not self._replays or self._hooks.processes is not None or self._is_sharded:
             return steps.solve_all(trained)
         directions = steps.solve_or_replay(trained, self._graphs, self._local_groups())
         if self._graphs.failure is not None:

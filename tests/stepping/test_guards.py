@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.objective import objective
+from torch_locoprop.paper.tensors import norm
 from torch_locoprop.stepping import guards
 from torch_locoprop.stepping.guards import cap_factor, decreases_objective
 
@@ -87,10 +88,10 @@ def test_the_cap_is_relative_to_the_weight(cap: float, outer: str | None) -> Non
     _, opt, moved = stepped(cap=cap, **given(outer))
     shortened = []
     norms = [weight.norm() for weight in weights(network())[::2]]
-    for change, unbounded, norm in zip(layers(moved), layers(free), norms, strict=True):
-        shortened.append(int(unbounded.norm() > cap * norm))
+    for change, unbounded, length in zip(layers(moved), layers(free), norms, strict=True):
+        shortened.append(int(unbounded.norm() > cap * length))
         if shortened[-1]:
-            torch.testing.assert_close(change.norm(), cap * norm)
+            torch.testing.assert_close(change.norm(), cap * length)
             torch.testing.assert_close(change / change.norm(), unbounded / unbounded.norm())
         else:
             assert torch.equal(change, unbounded)
@@ -180,13 +181,13 @@ def test_a_bias_is_capped_by_a_frozen_weight() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_factor(dtype: torch.dtype) -> None:
     zero, one = torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)
-    assert cap_factor([zero], [zero], 1.0) == 1
-    assert cap_factor([one], [zero], 1.0) == 1
-    assert cap_factor([zero], [one], 1.0) == 1
-    assert cap_factor([2 * one, one], [one], 1.0) == pytest.approx(5**-0.5)
-    assert cap_factor([one], [4 * one], 0.5) == 1
+    assert cap_factor(norm([zero]), norm([zero]), 1.0) == 1
+    assert cap_factor(norm([one]), norm([zero]), 1.0) == 1
+    assert cap_factor(norm([zero]), norm([one]), 1.0) == 1
+    assert cap_factor(norm([2 * one, one]), norm([one]), 1.0) == pytest.approx(5**-0.5)
+    assert cap_factor(norm([one]), norm([4 * one]), 0.5) == 1
     large = torch.full((100,), 6e4, dtype=dtype)  # whose norm float16 cannot hold
-    assert cap_factor([large], [large], 0.5) == 0.5
+    assert cap_factor(norm([large]), norm([large]), 0.5) == 0.5
 
 
 # Gate -------------------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ class LayerKind(Protocol):
     convolution are a leading dimension of everything: weight ``[G, d/G, n]``, rows ``[G, rows, d/G]``.
 
     A kind whose module does not have the d outputs as the first dimension of its weight also has an
-    attribute ``d``.
+    attribute ``d``. A kind whose module has them there, in weight and bias, may have a method
+    ``with_outputs(d)`` that returns the kind of a layer with d of the outputs.
     """
 
     @property
@@ -190,10 +191,17 @@ def unusual_tensors(module: nn.Module) -> str | None:
         )
     if weight.is_complex():
         return "local problems are real, and its weight is complex"
-    if is_traceable_wrapper_subclass(weight):
+    if is_traceable_wrapper_subclass(weight) and not is_distributed(weight):
         return f"its weight is a {type(weight).__name__}, sharded or quantized, not a plain tensor"
     more = [name for name, p in own.items() if p is not None and name not in ("weight", "bias")]
     return f"it has more parameters than weight and bias: {', '.join(more)}" if more else None
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Return True for a DTensor; whether it has a local problem is decided in ``model_scan.py``."""
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
+    return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
 
 
 def _full_name(cls: type) -> str:

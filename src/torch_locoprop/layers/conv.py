@@ -60,10 +60,16 @@ class ConvMap:
     holds_rows: ClassVar[bool] = False
 
     def forward(self, x: tuple[Images, ...], weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if (
+            self.d == 0
+        ):  # a process may have none of the outputs, and PyTorch has no such convolution
+            return weight.new_empty(sum(images.rows for images in x), 0)
         flat = None if bias is None else bias.reshape(-1)
         return _joined([self.rows(self._convolved(each, self.kernel(weight), flat)) for each in x])
 
     def weight_grad(self, x: tuple[Images, ...], delta: Tensor) -> Tensors:
+        if self.d == 0:
+            return {"weight": delta.new_empty(0, self.n), "bias": delta.sum(-2)}
         parts = torch.split(delta, [images.rows for images in x], dim=-2)
         weight = delta.new_empty(self.shape)  # only its shape is read
         total: Tensor | None = None
@@ -88,7 +94,28 @@ class ConvMap:
             for some in torch.split(images.x, max(AT_ONCE // self._numbers(images), 1)):
                 yield self.inputs((replace(images, x=some),), True, False)
 
+    # ---- images of several processes ---------------------------------------------------------------
+
+    def packed(self, x: tuple[Images, ...]) -> tuple[list[tuple[Any, ...]], Tensor]:
+        """Return the shapes of all images, and their numbers as one vector."""
+        facts = [(tuple(each.x.shape), each.output_padding, each.size) for each in x]
+        return facts, torch.cat([each.x.reshape(-1) for each in x])
+
+    def unpacked(self, facts: Sequence[tuple[Any, ...]], numbers: Tensor) -> tuple[Images, ...]:
+        """Return images from their shapes and numbers; the inverse of :meth:`packed`."""
+        parts = torch.split(numbers, [int(torch.Size(shape).numel()) for shape, *_ in facts])
+        return tuple(
+            Images(part.reshape(shape), padding, size)
+            for part, (shape, padding, size) in zip(parts, facts, strict=True)
+        )
+
     # ---- shapes ----------------------------------------------------------------------------------
+
+    @property
+    def n(self) -> int:
+        """The number of inputs of a row: input channels of a group × kernel positions."""
+        channels = self.shape[0] // self.groups if self.transposed else self.shape[1]
+        return channels * int(torch.Size(self.shape[2:]).numel())
 
     def matrix(self, weight: Tensor) -> Tensor:
         """Return a weight ``[d, C/G, *k]``, or transposed ``[C, d/G, *k]``, as ``[(G,) d/G, n]``."""
@@ -100,8 +127,8 @@ class ConvMap:
     def kernel(self, matrix: Tensor, outputs: int | None = None) -> Tensor:
         """Return a matrix as the weight that convolves, with ``outputs`` channels in each group."""
         kernel = self.shape[2:]
-        channels = self.shape[0] // self.groups if self.transposed else self.shape[1]
-        outputs = outputs or self.d // self.groups
+        channels = self.n // int(torch.Size(kernel).numel())
+        outputs = self.d // self.groups if outputs is None else outputs
         weight = matrix.reshape(self.groups, outputs, channels, *kernel)
         return (weight.transpose(1, 2) if self.transposed else weight).flatten(0, 1)
 
@@ -130,7 +157,7 @@ class ConvMap:
 
     def _picked(self, images: Images) -> Tensor:
         """Return the patches of a transposed convolution: what unit vectors as weights pick."""
-        n = int(torch.Size(self.shape).numel()) // self.d
+        n = self.n
         units = torch.eye(n, dtype=images.x.dtype, device=images.x.device).repeat(self.groups, 1)
         return self.rows(self._convolved(images, self.kernel(units, outputs=n), None))
 
@@ -151,8 +178,7 @@ class ConvMap:
 
     def _numbers(self, images: Images) -> int:
         """Return how many numbers the patches of one sample have together."""
-        n = int(torch.Size(self.shape).numel()) // self.d
-        return self.groups * int(torch.Size(images.size).numel()) * n
+        return self.groups * int(torch.Size(images.size).numel()) * self.n
 
 
 @dataclass(frozen=True)
@@ -221,6 +247,13 @@ class ConvLayer:
     def take(self, tensor: Tensor, samples: Tensor) -> Tensor:
         return tensor[samples]
 
+    def with_outputs(self, d: int) -> ConvLayer | None:
+        """Return the kind of a layer with d of the outputs; None for groups and transposes."""
+        own = self.linear_map
+        if own.groups > 1 or own.transposed:
+            return None
+        return replace(self, linear_map=replace(own, d=d, shape=(d, *own.shape[1:])))
+
     def positions(self, output: Sequence[int]) -> int:
         return int(torch.Size(output[-len(self.linear_map.stride) :]).numel())
 
@@ -236,7 +269,7 @@ def convolution(module: nn.modules.conv._ConvNd) -> ConvLayer:
     same = isinstance(module.padding, str)
     inside = not same and module.padding_mode == "zeros"
     return ConvLayer(
-        kind=type(module).__name__,
+        kind=type(module).__name__.removeprefix("FSDP"),  # which fully_shard adds
         linear_map=ConvMap(
             shape=(rows, columns // module.groups, *module.kernel_size),
             d=module.out_channels,

@@ -33,6 +33,10 @@ class TransposedLinear(LinearLayer):
     def collect(self, inputs: Sequence[Tensor], outputs: Sequence[Any], like: Tensor) -> Tensor:
         return super().collect(inputs, outputs, like.mT)
 
+    def with_outputs(self, d: int) -> None:
+        """Return None: the first dimension of the weight has the inputs."""
+        return None
+
 
 @serves("transformers.pytorch_utils.Conv1D")
 def gpt2_conv1d(module: Any) -> TransposedLinear:

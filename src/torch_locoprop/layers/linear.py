@@ -51,6 +51,10 @@ class LinearLayer:
     def positions(self, output: Sequence[int]) -> int:
         return 1
 
+    def with_outputs(self, d: int) -> LinearLayer | None:
+        """Return the kind of a layer with d of the outputs."""
+        return self
+
 
 @serves(nn.Linear)
 def linear(module: nn.Linear) -> LinearLayer:

@@ -28,7 +28,7 @@ from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
 from torch_locoprop.paper.targets import Target
-from torch_locoprop.paper.tensors import Number, Tensors, spread
+from torch_locoprop.paper.tensors import Number, Tensors, norm, spread
 from torch_locoprop.paper.transfers import Transfer
 
 
@@ -71,6 +71,27 @@ class OtherRows(Protocol):
         ...
 
 
+class OtherOutputs(Protocol):
+    """Access to the outputs of one layer whose problems other processes solve."""
+
+    @property
+    def d(self) -> int:
+        """The number of outputs of all processes."""
+        ...
+
+    def add_up(self, of_rows: Tensor) -> Tensor:
+        """Return the sum over all processes."""
+        ...
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the matrix ``[d, n]`` of which every process has some rows."""
+        ...
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Return this process's rows of a matrix ``[d, n]``."""
+        ...
+
+
 @dataclass(frozen=True)
 class LocalProblem:
     """The problem ``min D(a(W̃), target) + R(W̃, W)`` over the tensors of one layer.
@@ -100,6 +121,7 @@ class LocalProblem:
     base: Tensors = field(default_factory=dict)  # start and all iterates are relative to these
     products: str = "full"  # precision of matrix products after the first gradient, or "bf16"
     others: OtherRows | None = None  # the rows of the problem that other processes have
+    outputs: OtherOutputs | None = None  # the outputs of the layer that other processes have
     gram_of: GramOf = Gram.of  # computes XᵀX of rows
     number: int = 0  # number of problems that the layer has had before this one
 
@@ -280,6 +302,15 @@ class LocalProblem:
         if self.others is not None:
             self.others.add_up([of_rows])
         return of_rows
+
+    def of_all_outputs(self, of_rows: Tensor) -> Tensor:
+        """Return a sum over the outputs of all processes, from that over this process's outputs."""
+        return of_rows if self.outputs is None else self.outputs.add_up(of_rows)
+
+    def norm(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Return the norm of all entries of tensors over all outputs, in float32 or wider."""
+        own = norm(tensors)
+        return own if self.outputs is None else self.of_all_outputs(own.square()).sqrt()
 
     @property
     def _like(self) -> Tensor:

@@ -31,9 +31,10 @@ def objective(problem: LocalProblem, at: Tensors) -> Tensor:
     linear = torch.stack([(problem.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
     penalty = problem.regularizer.value(moved, problem.eta, problem.metric)
     if isinstance(problem.x, Gram):
-        curved = problem.x.to(linear.dtype).gradient(moved)
-        half = 0.5 * torch.stack([(curved[k] * moved[k]).sum() for k in moved]).sum()
-        return linear + problem.of_all_processes(problem.row_weight * half) + penalty
+        bent = problem.x.to(linear.dtype).gradient(moved)
+        half = 0.5 * torch.stack([(bent[k] * moved[k]).sum() for k in moved]).sum()
+        quadratic = problem.of_all_processes(problem.row_weight * half)
+        return problem.of_all_outputs(linear + quadratic + penalty)
     change = problem.row_change(moved)
     if problem.loss.is_quadratic(problem.transfer):
         beyond_linear = 0.5 * change.square().sum(-1)
@@ -44,11 +45,8 @@ def objective(problem: LocalProblem, at: Tensors) -> Tensor:
         beyond_linear = torch.cat(
             [_beyond_linear(problem, *map(_precise, each)) for each in some], -1
         )
-    return (
-        linear
-        + problem.of_all_processes(_weighted_sum(problem, beyond_linear).to(linear))
-        + penalty
-    )
+    curved = problem.of_all_processes(_weighted_sum(problem, beyond_linear).to(linear))
+    return problem.of_all_outputs(linear + curved + penalty)
 
 
 def _beyond_linear(problem: LocalProblem, a0: Tensor, target: Tensor, change: Tensor) -> Tensor:

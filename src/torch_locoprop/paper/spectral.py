@@ -12,6 +12,8 @@ of that step; the averages that they take are kept by ``solvers/spectral.py``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,33 +60,42 @@ def length(matrix: Tensor) -> Tensor:
     return norm
 
 
-def equal_rows(direction: Tensor, mean_square: Tensor) -> Tensor:
+def equal_rows(
+    direction: Tensor, mean_square: Tensor, norm: Callable[[Tensor], Tensor] = length
+) -> Tensor:
     """Divide each row by the root of its mean square over time, and keep the length of the whole.
 
     Args:
         direction: ``[..., d, n]``.
         mean_square: a running average of the mean squares of its rows, ``[..., d, 1]``.
+        norm: returns Frobenius norms; those of the whole if the direction has some of its rows.
 
     Returns:
         The direction with rows of about equal length, ``[..., d, n]``. Rows of zeros stay zeros.
     """
     rows = direction / _at_least_tiny(mean_square.sqrt())
-    return rows * (length(direction) / _at_least_tiny(length(rows)))
+    return rows * (norm(direction) / _at_least_tiny(norm(rows)))
 
 
-def agreement(average: Tensor, mean_square: Tensor, weight: Tensor) -> Tensor:
+def agreement(
+    average: Tensor,
+    mean_square: Tensor,
+    weight: Tensor,
+    norm: Callable[[Tensor], Tensor] = length,
+) -> Tensor:
     """Return how far the last gradients agree: 1 if all are equal, near 0 if all are noise.
 
     Args:
         average: a running average of the gradient that began at zero, ``[..., d, n]``.
         mean_square: the same average of the squared Frobenius norms, ``[..., 1, 1]``.
         weight: the sum of the weights of both averages, ``1 − μᵗ`` after t steps, ``[..., 1, 1]``.
+        norm: returns Frobenius norms; those of the whole if the average has some of its rows.
 
     Returns:
         The norm of the mean gradient over the root mean square of the norms, ``[..., 1, 1]``.
     """
     total = (mean_square * weight).sqrt()
-    return (length(average) / _at_least_tiny(total)).clamp_max(1.0)
+    return (norm(average) / _at_least_tiny(total)).clamp_max(1.0)
 
 
 def unit_diagonal(gram: Tensor) -> Tensor:

@@ -6,6 +6,8 @@ free: K problems of one shape are ``[K, d, n]``, and a number may then be a tens
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Generator, Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -44,6 +46,16 @@ def spread(number: Number, like: Tensor) -> Number:
     if not isinstance(number, Tensor) or number.dim() == 0:
         return number
     return number.reshape(number.shape + (1,) * (like.dim() - number.dim()))
+
+
+def norm(tensors: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all entries of all tensors, in float32 or wider."""
+    norms = [
+        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
+        for t in tensors
+    ]
+    total: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def holds(condition: Tensor, *, unknown: bool) -> bool:

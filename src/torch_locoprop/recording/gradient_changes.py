@@ -6,7 +6,7 @@ What follows from a change for the recorded calls is decided in ``layer_record.p
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,14 +54,13 @@ class GradientNorms:
         return torch.where(before > 0, after / before, torch.ones_like(after))
 
 
-def were_zeroed(parameters: Iterable[nn.Parameter], left: Versions) -> bool:
-    """Return True if all gradients are None, or were set to zero since a backward pass left them.
+def were_zeroed(gradients: Sequence[Tensor], left: Versions) -> bool:
+    """Return True if there are no gradients, or they were set to zero since a backward pass left them.
 
     Args:
-        parameters: the parameters.
-        left: their gradients as the pass left them.
+        gradients: the gradients of a layer's parameters.
+        left: what the pass left.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
     if not gradients:
         return True
     known = [(ref(), version) for ref, version in left]

@@ -212,7 +212,13 @@ class ModelHooks:
 
     def _watch_gradients(self, layer: LayerRecord) -> None:
         """Register hooks that run when gradients of the layer's trained parameters accumulate."""
-        for p in layer.trained:
+        own: Iterable[nn.Parameter] = layer.trained
+        if layer.shards is not None:  # gradients accumulate in the tensors that fully_shard puts in
+            present = layer.module._parameters
+            trained = [n for n, p in layer.tensors.items() if any(p is q for q in layer.trained)]
+            own = [p for n in trained if (p := present.get(n)) is not None and p.requires_grad]
+            layer.unsharded.add(id(present.get("weight")))
+        for p in own:
             if p not in self._layer_of:
                 self._layer_of[p] = layer
                 hook = WeakHook(self, "after_gradient")
@@ -321,7 +327,7 @@ def _forward_call(
     """Return what is known of a call after its forward pass; nested tensors have no rows."""
     if x.is_nested:
         layer.obstacle = NESTED
-        rows = layer.kind.collect([], [], layer.tensors["weight"])
+        rows = layer.kind.collect([], [], layer.like)
         shape, version = torch.Size((0, layer.width)), None
     else:
         rows, shape, version = x.detach(), out.shape, None if x.is_inference() else x._version

@@ -17,6 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.distributed.ddp import LayerFacts, SharedFacts
+from torch_locoprop.distributed.fully_shard import (
+    ShardFacts,
+    Shards,
+    SharedShardFacts,
+    local,
+)
 from torch_locoprop.fast.dispatch import streams
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.layers.base import FORWARDS
@@ -48,12 +54,14 @@ class LayerRecord:
         module: the layer.
         kind: what this kind of module means for the mathematics.
         given: the parameters of the module that the optimizer trains.
+        shards: the rows of the tensors that this process has, if ``fully_shard`` has divided them.
     """
 
     name: str
     module: nn.Module
     kind: LayerKind
     given: list[nn.Parameter]
+    shards: Shards | None = None
     # The layer's place in the model.
     transfer: Transfer | None = None
     explicit: bool = False  # the user gave the transfer, or said that there is none
@@ -77,13 +85,16 @@ class LayerRecord:
     transformed: bool = False  # called inside a transform of torch.func since the last step
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
-    shared_facts: SharedFacts | None = None  # what all processes know about the layer
+    shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
+    unreduced: bool = False  # gradients wait in fully_shard for a pass that adds up all processes'
+    unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _forward: Any = None  # the forward of the module's class when the record was made
     _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
     _left: Versions = field(default_factory=list)  # gradients as the last commit found them
+    _committed: bool = False  # the running pass has added to a gradient
     _norms: GradientNorms = field(default_factory=GradientNorms)  # of these, if needed
 
     def __post_init__(self) -> None:
@@ -92,6 +103,8 @@ class LayerRecord:
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
         """The layer's parameters by name, "weight" and "bias"."""
+        if self.shards is not None:
+            return dict(self.shards.tensors)  # the module may have unsharded ones at the moment
         own = self.module._parameters  # faster than attributes, and read in every step
         return {name: p for name in _NAMES if (p := own.get(name)) is not None}
 
@@ -103,7 +116,8 @@ class LayerRecord:
     @property
     def with_gradient(self) -> dict[str, nn.Parameter]:
         """The parameters that the next step moves, by name: those with a gradient."""
-        own, given = self.module._parameters, self.given
+        given = self.given
+        own = self.module._parameters if self.shards is None else self.shards.tensors
         return {n: p for n in _NAMES for p in given if p is own.get(n) and p.grad is not None}
 
     @property
@@ -122,6 +136,26 @@ class LayerRecord:
         """What this process tells the others about the layer before its problem is solved."""
         name = None if self.transfer is None else self.transfer.name
         return LayerFacts(self.row_count, self.has_rows, self.has_gram, f"{name} {self.is_output}")
+
+    @property
+    def shard_facts(self) -> ShardFacts:
+        """What this process tells the others about a sharded layer."""
+        kept = sum(
+            self.rows_of(call) // max(self.samples_of(call), 1) * len(call.kept)
+            if call.kept is not None
+            else self.rows_of(call)
+            for call in self.calls
+        )
+        rows, role = self.row_count, self.facts.role
+        return ShardFacts(bool(self.with_gradient), rows, kept, self.has_rows, self.has_gram, role)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with shape, dtype and device of the whole weight; its numbers have no meaning."""
+        weight = self.tensors["weight"].detach()
+        if self.shards is None:
+            return weight
+        return local(weight).new_zeros(()).expand(weight.shape)
 
     @property
     def width(self) -> int:
@@ -178,15 +212,33 @@ class LayerRecord:
             self.calls[place] = first.with_gradients_of(same)
         if len(self.calls) > 1:
             self.drop_outputs()
-        gradients = [p.grad for p in self.given if p.requires_grad and p.grad is not None]
-        self._left = [
-            (weakref.ref(g.untyped_storage()), g._version)
-            for g in gradients
-            if g.layout == torch.strided
-        ]
+        self._committed = True
+        if self.shards is None:
+            self._left = self._versions()
         if self._norms.known or not self.needs.isdisjoint({"g", "v"}):
             self.remember_gradient_norms()
         self.ready = streams.ready_event() if streams.overlapping else None
+
+    def _note_reduction(self) -> None:
+        """Note, after a pass, whether ``fully_shard`` has added up the processes' gradients."""
+        now, before = self._versions(), self._left
+        self.unreduced = not now or [(ref(), i) for ref, i in now] == [
+            (ref(), i) for ref, i in before
+        ]
+        self._left = now
+
+    def _versions(self) -> Versions:
+        """Return memory and version of the gradients as they are now."""
+        return [
+            (weakref.ref(g.untyped_storage()), g._version)
+            for g in self._gradients()
+            if g.layout == torch.strided
+        ]
+
+    def _gradients(self) -> list[Tensor]:
+        """Return the gradients of the trained parameters, of sharded ones this process's part."""
+        found = [p.grad for p in self.given if p.requires_grad and p.grad is not None]
+        return found if self.shards is None else [local(g) for g in found]
 
     def _condensed(self, call: Call) -> Call:
         """Return a new call with what the next step needs of it: all of it, or fewer rows."""
@@ -204,6 +256,9 @@ class LayerRecord:
         """Drop what a finished pass recorded without adding to a gradient."""
         self._pending.pop(backward_pass, None)
         self._replacing.discard(backward_pass)
+        if self.shards is not None and self._committed:
+            at_end(self._note_reduction)  # after the callback with which fully_shard ends a pass
+        self._committed = False
 
     def drop_overwritten(self) -> bool:
         """Drop all calls if an input was written to since the forward pass.
@@ -279,7 +334,12 @@ class LayerRecord:
 
         A pass replaces the record if the gradients are None, or were set to zero since the last pass.
         """
-        return not self.calls or were_zeroed(self.trained, self._left)
+        if not self.calls:
+            return True
+        gradients = self._gradients()
+        if self.shards is not None and gradients and not any(g.numel() for g in gradients):
+            return False  # nothing tells whether the rows of other processes were set to zero
+        return not self.unreduced and were_zeroed(gradients, self._left)
 
     def notice_new_forward(self) -> bool:
         """Return True if the module's forward was replaced since this record was made.
@@ -297,6 +357,8 @@ class LayerRecord:
         """True if the module still has the parameters that the optimizer was given."""
         own = self.module._parameters
         weight, bias = own.get("weight"), own.get("bias")
+        if self.shards is not None:
+            return self.shards.are_those_of(self.module)
         for p in self.given:
             if p is not weight and p is not bias:
                 return False
@@ -338,6 +400,7 @@ class LayerRecord:
     def clear(self) -> None:
         """Drop everything that was recorded since the last step."""
         self.outputs_overlapped = 0
+        self.unreduced = False
         self.calls.clear()
         self._pending.clear()
         self._replacing.clear()
@@ -374,7 +437,7 @@ class LayerRecord:
     def collected(self, calls: Sequence[Call]) -> Any:
         """Return the inputs of some calls in the form that the layer's linear map takes."""
         inputs, outputs = [call.x for call in calls], [call.shape for call in calls]
-        return self.kind.collect(inputs, outputs, self.tensors["weight"])
+        return self.kind.collect(inputs, outputs, self.like)
 
     def outputs(self) -> Tensor | None:
         """Return the pre-activations ``[rows, d]`` of the forward pass, if they were kept."""
@@ -388,4 +451,15 @@ def check_intact(layers: Iterable[LayerRecord]) -> None:
             raise RuntimeError(
                 f"Layer {layer.name!r} no longer has the parameters this optimizer was made with: "
                 "they were replaced or parametrized. Make a new optimizer."
+            )
+
+
+def check_reduced(layers: Iterable[LayerRecord]) -> None:
+    """Raise ``RuntimeError`` if ``fully_shard`` has gradients that it has not added up yet."""
+    for layer in layers:
+        if layer.unreduced:
+            raise RuntimeError(
+                f"The gradients of layer {layer.name!r} are not added up over the processes: the last "
+                "backward pass ran after set_requires_gradient_sync(False). Call "
+                "set_requires_gradient_sync(True) before the last micro-batch of a step."
             )

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
+from torch_locoprop.distributed.fully_shard import managed_modules, shards_of
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.paper.names import unknown
@@ -53,21 +54,26 @@ def scan(
         for parameter in module.parameters(recurse=False):
             _check_initialized(name, parameter)
             owners.setdefault(parameter, []).append(name or "(model)")
+    managed = managed_modules(model)
     served: list[LayerRecord] = []
     unserved: list[Unserved] = []
     for name, module in model.named_modules():
         own = tuple(module.parameters(recurse=False))
         kind = layer_kind(module) if isinstance(module, kinds) else None
         reason = kind.refuses(module) if kind else _no_kind(module)
+        shards = None if kind is None or reason else shards_of(module, module in managed)
+        if isinstance(shards, str):
+            reason, shards = shards, None
         ours = [p for p in own if p in given]
         reason = reason or _tied(module, owners)
         if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
             reason = reason or "not among layers="
         reason = reason or ("not given to this optimizer" if not ours else None)
         if kind and reason is None:
-            served.append(LayerRecord(name, module, kind, ours))
+            served.append(LayerRecord(name, module, kind, ours, shards))
         elif own:
-            unserved.append(Unserved(name, type(module).__name__, str(reason), own))
+            kind_name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
+            unserved.append(Unserved(name, kind_name, str(reason), own))
     return served, unserved
 
 

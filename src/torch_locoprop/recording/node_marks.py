@@ -44,6 +44,9 @@ _TRANSPARENT = {
     for i in range(5)
 }
 
+# Nodes that return their inputs: of a module's backward hooks, and of fully_shard.
+_HOOKS = {"BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward"}
+
 
 def matmul_node(node: Node) -> Node:
     """Return the node that computes a layer's pre-activation, before any reshapes of its output."""
@@ -55,7 +58,7 @@ def matmul_node(node: Node) -> Node:
 def is_transparent(node: Node) -> bool:
     """Return True if a node keeps its input's elements: a reshape or copy, or a module's hook."""
     name = node.name()
-    hooked = name == "BackwardHookFunctionBackward" and len(node.next_functions) == 1
+    hooked = name in _HOOKS and len(node.next_functions) == 1
     return name in _TRANSPARENT or hooked
 
 

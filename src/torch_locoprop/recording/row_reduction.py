@@ -59,7 +59,7 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
         call = _subsampled(layer, call)
     if use is None or call.x.numel() == 0:
         return call
-    like = layer.tensors["weight"].detach()
+    like = layer.like
     if no_rows:
         gram = Gram.unknown(like, layer.rows_of(call))
         call = call._replace(x=gram.total, gram=gram, version=None)
@@ -110,8 +110,7 @@ def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
         samples = layer.samples_of(call)
         kept = samples if call.kept is None else len(call.kept)
         rows = layer.rows_of(call) // max(samples, 1) * kept
-        weight = layer.tensors["weight"]
-        parts.append(weight.new_full((rows, 1), of_each * samples / max(kept, 1)))
+        parts.append(layer.like.new_full((rows, 1), of_each * samples / max(kept, 1)))
     return torch.cat(parts)
 
 

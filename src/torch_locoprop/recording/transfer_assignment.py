@@ -166,7 +166,8 @@ def assign_transfer(
             )
         return
     compiled = (call.compiled for call in layer.calls if call.compiled is not None)
-    if id(layer.tensors["weight"]) in leaves or any(
+    weights = {id(layer.tensors["weight"])} | layer.unsharded
+    if not weights.isdisjoint(leaves) or any(
         call.graph.uses_weight_elsewhere(layer.module) for call in compiled
     ):
         layer.obstacle = layer.obstacle or USED_ELSEWHERE

@@ -11,6 +11,7 @@ from torch import nn
 
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.model_scan import Unserved, newcomers
+from torch_locoprop.stepping.layer_part import WHOLE, part_of
 from torch_locoprop.stepping.method import LayerPlan, Plan
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
@@ -69,6 +70,9 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, steps: int, in_model: bool) -
         note = "no backward pass has reached it yet" if steps else DETECTED_LATER
         if layer.shared_facts is not None and layer.shared_facts.rows > 0:
             note = "only rows of other processes have reached it: it takes BackProp steps"
+    part = part_of(layer, plan.method)
+    if part is not None and part.is_whole:
+        note = note or WHOLE
     if not layer.trained:
         note = "frozen"
     shape = _shapes([layer.tensors["weight"]])

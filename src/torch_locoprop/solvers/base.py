@@ -76,6 +76,9 @@ class Solver:
     # two cannot be compared.
     over_fallback: ClassVar[float | None] = None
     stateless: ClassVar[bool] = False  # True: keeps nothing between steps
+    # Entries of the state whose first dimension has the outputs of the layer. Processes that divide the
+    # outputs among them divide these entries, and all have the same of the others.
+    row_state: ClassVar[frozenset[str]] = frozenset()
 
     def solve(
         self,

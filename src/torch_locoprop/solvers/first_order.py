@@ -41,6 +41,8 @@ class Iterate:
 class FirstOrder(Solver):
     """T iterations ``W ← W − step(∇D(W))``. Subclass it and define ``step``, and ``init`` if needed."""
 
+    row_state = frozenset({"momentum", "square"})
+
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
         """Return the state before the first step.
 

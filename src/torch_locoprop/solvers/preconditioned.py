@@ -240,8 +240,8 @@ class _WithoutRows(Solver):
         for name, tensor in problem.start.items():
             gradient = at_least_float32(problem.first_gradient[name])
             present = at_least_float32((problem.base or problem.start)[name])
-            length = gradient.norm().clamp_min(torch.finfo(gradient.dtype).tiny)
-            scale = WITHOUT_ROWS * present.norm() / length
+            length = problem.norm([gradient]).clamp_min(torch.finfo(gradient.dtype).tiny)
+            scale = WITHOUT_ROWS * problem.norm([present]) / length
             step = spread(numbers[name].lr, gradient) * scale * gradient
             new[name] = tensor - step.to(tensor.dtype)
         return new, states

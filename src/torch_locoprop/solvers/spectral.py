@@ -14,7 +14,9 @@ place of averaging it, changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -69,6 +71,7 @@ class Spectral(Solver):
         {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer"}
     )
     over_fallback = 3.0
+    row_state = frozenset({"average", "rows"})
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -91,7 +94,8 @@ class Spectral(Solver):
     ) -> tuple[Tensors, States]:
         owner = "weight" if "weight" in problem.start else "bias"
         given = join(problem.first_gradient)
-        if given.numel() == 0:  # a layer without inputs or outputs
+        d = given.shape[-2] if problem.outputs is None else problem.outputs.d
+        if 0 in (*given.shape[:-2], d, given.shape[-1]):  # a layer without inputs or outputs
             return problem.start, states
         gradient, old = at_least_float32(given), states[owner]
         if "average" in old and old["average"].shape != gradient.shape:
@@ -99,20 +103,22 @@ class Spectral(Solver):
         state = {key: entry if key == "step" else entry.to(gradient) for key, entry in old.items()}
         mu, rho = spread(numbers[owner].momentum, gradient), spread(numbers[owner].decay, gradient)
         state = self._renewed(problem, state, gradient)
-        state = self._averaged(gradient, state, mu)
+        norm = partial(_norm, problem)
+        state = self._averaged(gradient, state, mu, norm)
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             found = found @ state["inverse"] if "inverse" in state else found
         bf16 = problem.products == "bf16" and gradient.is_cuda
-        direction = polar(found, torch.bfloat16 if bf16 else None)
+        whole = found if problem.outputs is None else problem.outputs.whole(found)
+        direction = polar(whole, torch.bfloat16 if bf16 else None)
+        direction = direction if problem.outputs is None else problem.outputs.own(direction)
         square = direction.square().mean(-1, keepdim=True)
         state["rows"] = _average(state.get("rows"), square, rho)
-        direction = equal_rows(direction, state["rows"])
-        scale = -0.2 * max(gradient.shape[-2:]) ** 0.5 * spread(numbers[owner].lr, gradient)
+        direction = equal_rows(direction, state["rows"], norm)
+        scale = -0.2 * max(d, gradient.shape[-1]) ** 0.5 * spread(numbers[owner].lr, gradient)
         if self.agreement > 0:
-            agreed = agreement(
-                state["average"], state["energy"].square(), 1 - mu ** state["step"].to(gradient)
-            )
+            weight = 1 - mu ** state["step"].to(gradient)
+            agreed = agreement(state["average"], state["energy"].square(), weight, norm)
             scale = scale * agreed**self.agreement
         moved = split((scale * direction).to(given.dtype), problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
@@ -137,12 +143,14 @@ class Spectral(Solver):
         inverse = damped_inverse(gram, damping, state.get("inverse"))
         return {**state, "gram": gram, "inverse": inverse}
 
-    def _averaged(self, gradient: Tensor, state: Tensors, mu: Number) -> Tensors:
+    def _averaged(
+        self, gradient: Tensor, state: Tensors, mu: Number, norm: Callable[[Tensor], Tensor]
+    ) -> Tensors:
         """Return the state with the averages of the gradient and of its squared length."""
         state = {**state, "average": _average(state.get("average"), gradient, mu)}
         if self.agreement > 0:
             past = state.get("energy")  # a root, which half precision can hold
-            square = length(gradient).square()
+            square = norm(gradient).square()
             state["energy"] = _average(None if past is None else past.square(), square, mu).sqrt()
         return state
 
@@ -178,6 +186,12 @@ class _WithoutRows(Spectral):
 
     def _has_use_of_rows(self, number: int, state: Tensors, columns: int) -> bool:
         return False
+
+
+def _norm(problem: LocalProblem, matrix: Tensor) -> Tensor:
+    """Return Frobenius norms ``[..., 1, 1]`` of matrices of which this process may have some rows."""
+    own = length(matrix)
+    return own if problem.outputs is None else problem.of_all_outputs(own.square()).sqrt()
 
 
 def _average(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:

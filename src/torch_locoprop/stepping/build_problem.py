@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.config.groups import Group
-from torch_locoprop.distributed.ddp import Exchange
+from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.fisher import running_average, second_moment
 from torch_locoprop.paper.gram import Gram
@@ -23,6 +23,7 @@ from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import row_weight
 from torch_locoprop.solvers import Numbers
+from torch_locoprop.stepping.layer_part import Part
 from torch_locoprop.stepping.method import Method, problems_before
 from torch_locoprop.stepping.requirements import changed
 
@@ -35,6 +36,7 @@ def local_problem(
     fisher: Tensor | None,
     loss_terms: float,
     relative: bool,
+    part: Part | None = None,
 ) -> LocalProblem:
     """Return the problem over the layer's tensors that have a gradient.
 
@@ -49,34 +51,43 @@ def local_problem(
         fisher: Fisher matrix of the pre-activations ``[d, d]``, if the method needs one.
         loss_terms: number of terms of a loss that sums, otherwise 1.
         relative: solve for the displacement instead of the tensors themselves.
+        part: the part of a sharded layer that this process solves.
     """
     group, tensors = group_of[layer.given[0]], layer.tensors
-    kind, x = layer.kind, layer.inputs()
-    if isinstance(x, Gram) and not x.serves(layer.row_use(trained), tensors["weight"]):
+    kind, x = layer.kind if part is None else part.kind, layer.inputs()
+    if isinstance(x, Gram) and not x.serves(layer.row_use(trained), layer.like):
         raise changed(layer, "its inputs, of which only a summary was kept")
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
-    exchange = None if layer.shared_facts is None else Exchange(layer.shared_facts, mean)
+    facts = layer.shared_facts
+    exchange = Exchange(facts, mean) if isinstance(facts, SharedFacts) else None
     # DDP divides the gradient of a row by the number of processes, the sum over rows does not.
     shares = 1 if exchange is None or mean else exchange.facts.processes
     of_row = scale / of_each / shares  # times the recorded gradient of a row
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
         layer.rescale_row_gradients()
-    start = {name: kind.matrix(name, decayed(name, p, group_of[p])) for name, p in trained.items()}
+    own: dict[nn.Parameter, Tensor] = {p: p.detach() for p in tensors.values()}
+    own = own if part is None else {p: part.taken(p) for p in own}
+    start = {
+        name: kind.matrix(name, decayed(name, own[p], group_of[p])) for name, p in trained.items()
+    }
     base = start if relative else {}
     start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
-    part = any(call.kept is not None for call in layer.calls)
+    weight: float | Tensor = of_each
+    if part is not None:
+        x, weight = part.with_all_inputs(layer, x, trained, mean)
+    elif any(call.kept is not None for call in layer.calls):
+        weight = row_weight(layer, of_each)
     return LocalProblem(
         linear_map=kind.linear_map,
         x=x,
         start=start,
-        fixed={name: kind.matrix(name, p) for name, p in tensors.items() if name not in trained},
+        fixed={n: kind.matrix(n, own[p]) for n, p in tensors.items() if n not in trained},
         backprop={
-            name: kind.matrix(name, p.grad if scale == 1 else scale * p.grad)
-            for name, p in trained.items()
-            if p.grad is not None
+            name: kind.matrix(name, gradient if scale == 1 else scale * gradient)
+            for name, gradient in _gradients(trained, part).items()
         },
         target=target,
         loss=method.variant.loss,
@@ -84,16 +95,17 @@ def local_problem(
         gamma=group["gamma"],
         eta=numbers(group).lr,
         regularizer=method.regularizer,
-        row_weight=row_weight(layer, of_each) if part else of_each,
+        row_weight=weight,
         # A row's problem has the gradient of the row's own loss, not of its share in the mean.
         g=_scaled(row_gradients.gradients(layer), of_row) if "g" in target.needs else None,
         v=_scaled(_post_gradients(layer, x), of_row) if "v" in target.needs else None,
         recorded=partial(_recorded, layer, of_row),
         fisher=fisher,
-        before=None if relative else _before(layer, trained, group_of),
+        before=None if relative or part is not None else _before(layer, trained, group_of),
         base=base,
         products=group["local_products"],
         others=exchange,
+        outputs=None if part is None else part.outputs,
         gram_of=dispatch.gram,
         number=problems_before(group),
     )
@@ -110,10 +122,16 @@ def numbers(group: Group) -> Numbers:
     return Numbers(lr, group["momentum"], group["decay"], group["eps"])
 
 
-def decayed(name: str, parameter: nn.Parameter, group: Group) -> Tensor:
+def _gradients(trained: Mapping[str, nn.Parameter], part: Part | None) -> dict[str, Tensor]:
+    """Return the gradients of a layer's tensors, of a sharded layer those of the part to solve."""
+    given = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    return given if part is None else {name: part.taken(g) for name, g in given.items()}
+
+
+def decayed(name: str, parameter: Tensor, group: Group) -> Tensor:
     """Return a parameter after weight decay, where local iterations start; biases do not decay."""
     if name != "weight" or group["weight_decay"] == 0:
-        return parameter.detach()
+        return parameter
     lr, weight_decay = group["lr"], group["weight_decay"]
     if isinstance(lr, Tensor) and not lr.is_cpu:  # one kernel
         return torch.addcmul(parameter, parameter, lr, value=-weight_decay)
@@ -136,7 +154,7 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
     if sampled is None:
         return running
     moment = second_moment(sampled)
-    if layer.shared_facts is not None:
+    if isinstance(layer.shared_facts, SharedFacts):
         moment = layer.shared_facts.average(moment)
     return running_average(running, moment, component.decay)
 

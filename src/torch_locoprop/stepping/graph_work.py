@@ -22,7 +22,7 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import FirstOrder, Spectral
-from torch_locoprop.stepping.method import Plan, problems_before
+from torch_locoprop.stepping.method import Plan, is_ours, problems_before
 
 Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # the tensors of each layer that a step moves
 States = Mapping[Tensor, Mapping[str, Tensor]]
@@ -107,7 +107,7 @@ def is_capturable(
     """
     if any(group["every"] != 1 or group["max_rows"] is not None for group in groups):
         return False
-    if any("fisher" in layer.needs for layer in layers):
+    if any("fisher" in layer.needs or layer.shards is not None for layer in layers):
         return False
     solvers = [components.solver(group) for group in groups]
     if not all(isinstance(solver, FirstOrder | Spectral) for solver in solvers):
@@ -116,7 +116,7 @@ def is_capturable(
     parts = [*solvers, *(components.regularizer(group) for group in groups)]
     parts += [part for variant in variants for part in (variant.loss, variant.target)]
     parts += [layer.transfer for layer in layers if layer.transfer is not None]
-    return all(map(_is_ours, parts))
+    return all(map(is_ours, parts))
 
 
 def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
@@ -131,7 +131,7 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
         number, bent = problems_before(plan.group(layer)), variant.loss.uses_transfer
         fixed = solver.is_fixed_work(number, weight, bent)
-        if not settled or not fixed or not all(map(_is_ours, parts)):
+        if not settled or not fixed or not all(map(is_ours, parts)):
             return False
     return True
 
@@ -198,8 +198,3 @@ def _known(setting: Any) -> Any:
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.device
-
-
-def _is_ours(part: object) -> bool:
-    """Return True if the class of a component is this library's; a user's may use the host."""
-    return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]

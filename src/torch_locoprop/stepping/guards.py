@@ -50,7 +50,7 @@ def guarded(
     if cap is not None:
         moved = problem.displacement(new)
         reference = [problem.weight] if cap_by == "weight" else backprop.values()
-        factor = cap_factor(moved.values(), reference, cap)
+        factor = cap_factor(problem.norm(moved.values()), problem.norm(reference), cap)
         capped = factor < 1
         new = {k: torch.where(capped, start[k] + factor * moved[k], t) for k, t in new.items()}
     return Guarded(new, gated, capped)
@@ -73,22 +73,11 @@ def decreases_objective(problem: LocalProblem, new: Tensors) -> Tensor:
     return dispatch.finite(list(new.values())) & (objective(problem, new) <= 0)
 
 
-def cap_factor(moved: Iterable[Tensor], reference: Iterable[Tensor], cap: float) -> Tensor:
-    """Return the largest factor, at most 1, with ``factor · ‖moved‖ ≤ cap · ‖reference‖``.
+def cap_factor(length: Tensor, norm: Tensor, cap: float) -> Tensor:
+    """Return the largest factor, at most 1, with ``factor · length ≤ cap · norm``.
 
     The factor is 1 if the reference is zero, as in LARS: otherwise a weight that starts at zero could
     never move.
     """
-    length, norm = _norm(moved), _norm(reference)
     allowed = cap * norm
     return torch.where((length > allowed) & (norm > 0), allowed / length, torch.ones_like(length))
-
-
-def _norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the norm of all entries of all tensors, in float32 or wider."""
-    norms = [
-        torch.linalg.vector_norm(t, dtype=torch.promote_types(t.dtype, torch.float32))
-        for t in tensors
-    ]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return norm

@@ -24,11 +24,12 @@ from torch_locoprop.config.groups import (
 )
 from torch_locoprop.config.presets import Given
 from torch_locoprop.distributed import ddp
+from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
-from torch_locoprop.recording.layer_record import LayerRecord, check_intact
+from torch_locoprop.recording.layer_record import LayerRecord, check_intact, check_reduced
 from torch_locoprop.recording.loss_inspection import GivenLoss
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.recording.transfer_assignment import (
@@ -203,11 +204,17 @@ class LayerOptimizer(WithFallback):
         several = ddp.are_several() and self._plan.has_curvature()
         return several and not ddp.is_tensor_parallel(self._model)
 
+    @property
+    def _is_sharded(self) -> bool:
+        """True if ``fully_shard`` has divided a layer among processes."""
+        return any(layer.shards is not None for layer in self._layers)
+
     # ---- what a step starts from ---------------------------------------------------------------
 
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
         check_intact(self._layers)
+        check_reduced(self._layers)
         if self._measurements is not None:
             self._measurements.clear()
         return {layer: own for layer in self._layers if (own := layer.with_gradient)}
@@ -227,7 +234,10 @@ class LayerOptimizer(WithFallback):
             return False
         if trained:
             gradients = [
-                p.grad for own in trained.values() for p in own.values() if p.grad is not None
+                local(p.grad)
+                for own in trained.values()
+                for p in own.values()
+                if p.grad is not None
             ]
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
             return still and not any(holds(g.any(), unknown=True) for g in gradients)

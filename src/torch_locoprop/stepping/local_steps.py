@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import Group
+from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.local_problem import LocalProblem
@@ -22,6 +23,7 @@ from torch_locoprop.solvers.base import Checked, States
 from torch_locoprop.stepping.build_problem import local_problem, numbers, running_fisher
 from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
+from torch_locoprop.stepping.layer_part import Part, part_of
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Method, Plan
@@ -117,8 +119,11 @@ class LocalSteps:
         fisher = running_fisher(layer, method, states[owner].pop("fisher", None))
         if fisher is None and method.needs_fisher:
             method = self._without_fisher(layer, method)
+        part = None if layer.shards is None else part_of(layer, method)
+        if part is not None:
+            states = part.taken_states(states)
         problem = local_problem(
-            layer, trained, method, group_of, fisher, self.terms, self.has_outer
+            layer, trained, method, group_of, fisher, self.terms, self.has_outer, part
         )
         new, states = dispatch.solve(
             method.solver,
@@ -130,7 +135,7 @@ class LocalSteps:
         )
         if fisher is not None:
             states[owner]["fisher"] = fisher
-        return self._apply_solution(layer, trained, problem, new, states, method.is_backprop)
+        return self._apply_solution(layer, trained, problem, new, states, method.is_backprop, part)
 
     def _apply_solution(
         self,
@@ -140,21 +145,26 @@ class LocalSteps:
         new: Tensors,
         states: States,
         is_backprop: bool,
+        part: Part | None,
     ) -> Directions:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
         group = self.plan.group(layer)
         entries = [*new.values(), *(entry for own in states.values() for entry in own.values())]
         settled = new.finite[0] if isinstance(new, Checked) else dispatch.finite(entries)
+        if part is not None:
+            settled, states = part.agreed(settled), part.kept_states(states)
         kept = [
             pair
             for name, state in states.items()
-            for pair in _state_pairs(self.state[trained[name]], state, settled)
+            for pair in _state_pairs(self.state[trained[name]], state, settled, part)
         ]
         cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
         found = Guarded(new)
         if group["gate"] or cap is not None:
             found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
         ok = dispatch.finite(list(found.new.values())) if group["gate"] else settled
+        if part is not None and group["gate"]:
+            ok = part.agreed(ok)
         layer.count("skipped", ~ok)
         if found.gated is not None:
             layer.count("gated", found.gated)
@@ -162,21 +172,32 @@ class LocalSteps:
             layer.count("capped", found.capped)
         if self.measurements is not None:
             self.measurements[layer.name] = measured(problem, found.new)
-        solution = {
-            trained[name]: layer.kind.restored(name, t, trained[name])
-            for name, t in found.new.items()
-        }
-        applied = [(value, p) for p, value in solution.items()] if self.apply == "replace" else []
+        if part is None:
+            solution = {
+                trained[name]: layer.kind.restored(name, t, trained[name])
+                for name, t in found.new.items()
+            }
+            pairs: list[tuple[Tensor, Tensor]] = [(value, p) for p, value in solution.items()]
+        else:
+            solution = {trained[name]: part.restored(name, t) for name, t in found.new.items()}
+            pairs = [(value, local(p)) for p, value in solution.items()]
+        applied = pairs if self.apply == "replace" else []
         if group["gate"]:
             dispatch.write(settled, kept)
-            drop_momentum([self.state[trained[name]] for name in states], found.gated)
+            drop_momentum(
+                [
+                    {key: local(entry) for key, entry in self.state[trained[name]].items()}
+                    for name in states
+                ],
+                found.gated,
+            )
             dispatch.write(ok, applied)
         else:
             dispatch.write(ok, [*kept, *applied])
         if self.apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self.has_outer:
-            return as_gradients(layer, problem, found, ok, is_backprop, self.plan.group_of)
+            return as_gradients(layer, problem, found, ok, is_backprop, self.plan.group_of, part)
         return {}
 
     def _without_fisher(self, layer: LayerRecord, method: Method) -> Method:
@@ -194,7 +215,7 @@ class LocalSteps:
 def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
     """Return True if our own kernels will solve a layer's problem; cuBLAS takes memory per stream."""
     method, transfer = plan.method(layer), layer.transfer or Linear()
-    weight = layer.tensors["weight"].detach()
+    weight = layer.like
     parts = (method.variant, method.regularizer, method.solver, transfer, weight)
     all_rows = plan.group(layer)["max_rows"] is None
     return all_rows and dispatch.may_have_kernels(layer.kind.linear_map, *parts)
@@ -207,13 +228,16 @@ def _state_like(parameter: nn.Parameter, state: Tensors) -> Tensors:
         parameter: the parameter, which may have been moved since the last step.
         state: the solver's state of the parameter.
     """
+    device, dtype = parameter.device, parameter.dtype
     return {
-        key: value.to(parameter.device) if key == "step" else value.to(parameter)
+        key: value.to(device) if key == "step" else value.to(device, dtype)
         for key, value in state.items()
     }
 
 
-def _state_pairs(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _state_pairs(
+    state: Tensors, new: Tensors, ok: Tensor, part: Part | None
+) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of new and old entries of a state, to be written in place.
 
     If an entry cannot be written in place, all entries are put into ``state`` at once (if ``ok``), and
@@ -223,17 +247,20 @@ def _state_pairs(state: Tensors, new: Tensors, ok: Tensor) -> list[tuple[Tensor,
         state: the state, which may have no entries yet.
         new: the new entries.
         ok: a boolean scalar: True if the new entries may be used.
+        part: the part of a sharded layer that this process solves.
     """
     pairs = []
     for key, entry in new.items():
         old = state.get(key)
+        if part is not None and old is not None:
+            old = local(old)
         if old is None or (old.shape, old.dtype, old.device) != (
             entry.shape,
             entry.dtype,
             entry.device,
         ):
             if holds(ok, unknown=True):
-                state.update(new)
+                state.update(new if part is None else part.stored(new))
             return []
         if entry is not old:
             pairs.append((entry, old))

@@ -146,6 +146,11 @@ def problems_before(group: Group) -> int:
     return int(-(-group["steps"] // group["every"]))
 
 
+def is_ours(component: object) -> bool:
+    """Return True if the class of a component is this library's; others may do anything."""
+    return type(component).__module__.partition(".")[0] == __name__.partition(".")[0]
+
+
 def is_quadratic(layer: LayerRecord, variant: Variant) -> bool:
     """Return True if the layer's local loss is quadratic in its pre-activations."""
     return variant.loss.is_quadratic(layer.transfer or Linear())

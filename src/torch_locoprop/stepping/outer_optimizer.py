@@ -22,12 +22,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from torch_locoprop.config.groups import Group
+from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.names import unknown
+from torch_locoprop.paper.tensors import norm
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.fallback_optimizer import move_state
 from torch_locoprop.stepping.guards import Guarded, cap_factor
+from torch_locoprop.stepping.layer_part import Part
 
 RATE_TOLERANCE = 1e-6  # relative difference of equal learning rates, which schedules round
 Apply = Literal["replace", "gradient", "nothing"]
@@ -222,6 +225,7 @@ def as_gradients(
     ok: Tensor,
     plain: bool,
     group_of: Mapping[nn.Parameter, Group],
+    part: Part | None = None,
 ) -> dict[nn.Parameter, Tensor]:
     """Return a layer's displacements as gradients ``−Δ / (η γ)`` for an outer optimizer.
 
@@ -236,6 +240,7 @@ def as_gradients(
         ok: a boolean scalar: True if the solution is finite.
         plain: True if the solution is a BackProp step.
         group_of: the group of each parameter.
+        part: the part of a sharded layer that this process solves.
     """
     is_backprop: bool | Tensor = plain if found.gated is None else found.gated | plain
     if found.capped is not None:
@@ -244,15 +249,21 @@ def as_gradients(
     for name, moved in found.new.items():
         p = layer.tensors[name]
         group = group_of[p]
-        direction = layer.kind.restored(name, moved, p) / (-group["local_lr"] * group["gamma"])
-        backprop = layer.kind.restored(name, problem.backprop[name], p)
+        pair = moved, problem.backprop[name]
+        if part is None:
+            direction, backprop = (layer.kind.restored(name, each, p) for each in pair)
+        else:
+            direction, backprop = (part.restored(name, each) for each in pair)
+        direction = direction / (-group["local_lr"] * group["gamma"])
         if is_backprop is True:
             direction = backprop
         elif is_backprop is not False:
             direction = torch.where(is_backprop, backprop, direction)
         assert p.grad is not None
-        ordinary = torch.nan_to_num(p.grad, nan=0.0, posinf=0.0, neginf=0.0)
-        gradients[p] = torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
+        given = p.grad if part is None else local(p.grad)
+        ordinary = torch.nan_to_num(given, nan=0.0, posinf=0.0, neginf=0.0)
+        gradient = torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
+        gradients[p] = gradient if part is None else part.shards.wrapped(gradient, len(p))
     return gradients
 
 
@@ -275,13 +286,19 @@ def capped_step(
         group_of: the group of each parameter.
     """
     capped = [layer for layer in trained if caps_outer(apply, group_of[layer.given[0]])]
-    before = {layer: {p: p.clone() for p in trained[layer].values()} for layer in capped}
+    before = {layer: {p: local(p).clone() for p in trained[layer].values()} for layer in capped}
     yield
     for layer, start in before.items():
         weight = layer.tensors["weight"]
-        moved = {p: p - old for p, old in start.items()}
+        moved = {p: local(p) - old for p, old in start.items()}
         cap = group_of[layer.given[0]]["cap"]
-        factor = cap_factor(moved.values(), [start.get(weight, weight)], cap)
+        lengths = norm(moved.values()), norm([start.get(weight, local(weight))])
+        if layer.shards is not None:
+            both = layer.shards.add_up(torch.stack(lengths).square()).sqrt()
+            lengths = both[0], both[1]
+        factor = cap_factor(*lengths, cap)
         over = factor < 1
-        dispatch.write(over, [(start[p] + factor * change, p) for p, change in moved.items()])
+        dispatch.write(
+            over, [(start[p] + factor * change, local(p)) for p, change in moved.items()]
+        )
         layer.count("capped", over)

@@ -46,6 +46,8 @@ def require(
         needs = own.variant.target.needs | own.regularizer.needs
         searching |= bool(layer.trained) and (not layer.decided or bool(needs))
         layer.needs = needs | {"g"} if diagnosed else needs
+        if layer.shards is not None and layer.needs:
+            raise ValueError(_needs_rows(layer, diagnosed))
         layer.overlap_allowed = not (own.asked.target.needs | layer.needs)
         layer.keeps_output = needs_output(plan, layer)
         layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
@@ -79,7 +81,7 @@ def needs_output(plan: Plan, layer: LayerRecord) -> bool:
     would differ from the step of the run that it continues.
     """
     own = plan.of(layer)
-    if not own.asked.loss.uses_transfer:
+    if not own.asked.loss.uses_transfer or layer.shards is not None:
         return False
     method = own.method
     known, loss = layer.decided or layer.explicit, method.variant.loss
@@ -110,7 +112,7 @@ def use_of_rows(
     first_known = all(t.knows_first_gradient for t in (asked.target, variant.target))
     if method.regularizer.needs or not first_known or not layer.is_intact:  # step() will raise
         return None
-    weight = layer.kind.matrix("weight", layer.tensors["weight"])
+    weight = layer.kind.matrix("weight", layer.like)
     columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
     owner = layer.tensors["weight" if "weight" in moved else "bias"]
     kept = group["state_of"] in (None, group["solver"])  # step() drops another solver's state
@@ -139,8 +141,18 @@ def check_recorded_needs(plan: Plan, layers: Iterable[LayerRecord]) -> None:
         if not needs <= layer.needs:
             raise changed(layer, "gradients of its outputs, which were not kept")
         x, own = layer.inputs(), layer.with_gradient
-        if isinstance(x, Gram) and not x.serves(layer.row_use(own), layer.tensors["weight"]):
+        if isinstance(x, Gram) and not x.serves(layer.row_use(own), layer.like):
             raise changed(layer, "its inputs, of which only a summary was kept")
+
+
+def _needs_rows(layer: LayerRecord, diagnosed: bool) -> str:
+    """Return the message for settings that no sharded layer supports."""
+    what = "diagnose=True" if diagnosed else "This variant or regularizer"
+    return (
+        f"{what} needs gradients of the outputs of layer {layer.name!r} or their Fisher matrix, which "
+        "are not exchanged between processes for a layer that fully_shard has sharded. LocoProp-S, "
+        "LocoProp-M, closed forms and the spectral step need none, without diagnose=True."
+    )
 
 
 def changed(layer: LayerRecord, needed: str) -> RuntimeError:

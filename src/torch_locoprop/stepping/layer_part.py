@@ -1,0 +1,194 @@
+"""The part of a sharded layer that one process solves: its own outputs, or all of them.
+
+The outputs of a layer are independent problems, unless softmax or a component of the user's couples
+them, or the layer's tensors do not have the outputs as their first dimension. Then every process solves
+the whole problem and keeps its own rows of the solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.distributed.fully_shard import Shards, SharedShardFacts, full, local
+from torch_locoprop.layers import LayerKind
+from torch_locoprop.layers.conv import ConvMap
+from torch_locoprop.paper.gram import Gram, saves_work
+from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.transfers import Linear
+from torch_locoprop.recording import row_reduction
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.solvers.base import States
+from torch_locoprop.stepping.method import Method, is_ours
+
+WHOLE = "every process solves the whole layer, which does not separate by rows"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this process solves of a sharded layer.
+
+    Args:
+        shards: the rows of the layer's tensors that this process has.
+        kind: the kind of a layer with the outputs that are solved.
+        separable: True if output feature j has row j of the layer's tensors.
+        is_whole: True if all outputs are solved in every process.
+        row_state: names of the entries of the solver's state that have a row for each output.
+    """
+
+    shards: Shards
+    kind: LayerKind
+    separable: bool
+    is_whole: bool
+    row_state: frozenset[str]
+
+    @property
+    def outputs(self) -> Shards | None:
+        """The way to the outputs that other processes solve; None if there are none."""
+        return None if self.is_whole else self.shards
+
+    # ---- tensors and states ----------------------------------------------------------------------
+
+    def taken(self, tensor: Tensor) -> Tensor:
+        """Return what the problem has of a sharded parameter or gradient."""
+        return full(tensor) if self.is_whole else local(tensor)
+
+    def restored(self, name: str, matrix: Tensor) -> Tensor:
+        """Return this process's rows of a tensor of the solution, in the module's shape.
+
+        Args:
+            name: "weight" or "bias".
+            matrix: the tensor, as the local problem has it.
+        """
+        like = self.shards.tensors[name]
+        if self.is_whole:
+            return self.shards.own(self.kind.restored(name, matrix, like))
+        return self.kind.restored(name, matrix, local(like))
+
+    def taken_states(self, states: States) -> States:
+        """Return the solver's states as the problem has them."""
+        return {
+            name: {key: self.taken(entry) for key, entry in state.items()}
+            for name, state in states.items()
+        }
+
+    def kept_states(self, states: States) -> States:
+        """Return what this process keeps of the solver's new states."""
+        if not (self.separable and self.is_whole):
+            return states
+        return {
+            name: {
+                key: self.shards.own(entry) if key in self.row_state else entry
+                for key, entry in state.items()
+            }
+            for name, state in states.items()
+        }
+
+    def stored(self, state: Tensors) -> Tensors:
+        """Return a state as the optimizer holds it: entries with rows of outputs as DTensors."""
+        return {
+            key: self.shards.wrapped(entry, self.shards.d)
+            if self.separable and key in self.row_state
+            else entry
+            for key, entry in state.items()
+        }
+
+    def agreed(self, condition: Tensor) -> Tensor:
+        """Return a boolean scalar: True if it is True for all outputs of the layer."""
+        return condition if self.is_whole else self.shards.all_true(condition)
+
+    # ---- inputs ----------------------------------------------------------------------------------
+
+    def with_all_inputs(
+        self, layer: LayerRecord, x: Any, moved: Iterable[str], mean: bool
+    ) -> tuple[Any, float | Tensor]:
+        """Return the inputs of all processes, and the weight of each row.
+
+        If the step needs no more than XᵀX, that is added up; otherwise the rows are gathered.
+
+        Args:
+            layer: the record of the layer.
+            x: the inputs that this process has recorded.
+            moved: names of the tensors that the step moves.
+            mean: the local loss is a mean over rows.
+        """
+        facts, use, linear_map = layer.shared_facts, layer.row_use(moved), self.kind.linear_map
+        assert isinstance(facts, SharedShardFacts)
+        if not facts.all_have_rows or (use is not None and not use.is_any):
+            return x, 1.0  # which no solver will use
+        d, n = layer.kind.matrix("weight", layer.like).shape[-2:]
+        through_gram = facts.some_have_gram or isinstance(x, Gram)
+        if use is not None and not through_gram:
+            cheaper = saves_work(facts.rows, d, n, use.gradients)
+            through_gram = use.square or not linear_map.holds_rows or cheaper
+        if through_gram:
+            dtype = layer.like.dtype if use is None else use.dtype(layer.like)
+            return self._gram(layer, x, dtype, mean), 1.0
+        weight = self._row_weight(layer, facts, mean)
+        if isinstance(linear_map, ConvMap):
+            x = self._all_images(linear_map, x)
+        else:
+            x = self.shards.all_inputs(x, facts.kept)
+        return x, weight
+
+    def _gram(self, layer: LayerRecord, x: Any, dtype: torch.dtype, mean: bool) -> Gram:
+        """Return XᵀX of the rows of all processes, with their weights."""
+        if isinstance(x, Gram):
+            own = x.to(dtype)
+        else:
+            first, *rest = (row_reduction.gram_of_call(layer, c, dtype) for c in layer.calls)
+            own = sum(rest, first)
+        facts = layer.shared_facts
+        assert isinstance(facts, SharedShardFacts)
+        weight = 1 / (layer.row_count * facts.processes) if mean else 1.0
+        both = torch.cat([own.square, own.total.unsqueeze(-2)], dim=-2) * weight
+        both = self.shards.sum_over_inputs(both)
+        rows = 1.0 if mean else float(facts.rows)
+        return Gram(both[..., :-1, :], both[..., -1, :], both.new_full((), rows))
+
+    def _row_weight(
+        self, layer: LayerRecord, facts: SharedShardFacts, mean: bool
+    ) -> float | Tensor:
+        """Return the weight of each row of all processes in the local loss."""
+        if facts.equal_rows:
+            return 1 / facts.rows if mean else 1.0
+        if not mean and all(rows == kept for rows, kept in facts.of_each):
+            return 1.0
+        of_each = 1 / (layer.row_count * facts.processes) if mean else 1.0
+        own = row_reduction.row_weight(layer, of_each)
+        if not isinstance(own, Tensor):
+            own = layer.like.new_full((layer.shard_facts.kept, 1), own)
+        return self.shards.all_inputs(own, facts.kept)
+
+    def _all_images(self, linear_map: ConvMap, x: Any) -> Any:
+        """Return the images of all processes."""
+        known, numbers = linear_map.packed(x)
+        of_all = self.shards.all_facts((known, len(numbers)))
+        gathered = self.shards.all_inputs(numbers, [count for _, count in of_all])
+        return linear_map.unpacked([each for facts, _ in of_all for each in facts], gathered)
+
+
+def part_of(layer: LayerRecord, method: Method) -> Part | None:
+    """Return the part of a layer that this process solves; None if the layer is not sharded."""
+    if layer.shards is None:
+        return None
+    rows = len(local(layer.shards.tensors["weight"]))
+    with_outputs = getattr(layer.kind, "with_outputs", None)
+    narrower = None if with_outputs is None else with_outputs(rows)
+    row_state = method.solver.row_state
+    if narrower is None or couples_outputs(layer, method):
+        return Part(layer.shards, layer.kind, narrower is not None, True, row_state)
+    return Part(layer.shards, narrower, True, False, row_state)
+
+
+def couples_outputs(layer: LayerRecord, method: Method) -> bool:
+    """Return True if the problems of a layer's outputs depend on each other, or may do so."""
+    loss, transfer = method.variant.loss, layer.transfer or Linear()
+    parts = (loss, method.variant.target, method.regularizer, method.solver)
+    if not all(map(is_ours, parts)):
+        return True
+    return loss.uses_transfer and not transfer.elementwise

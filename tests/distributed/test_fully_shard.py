@@ -1,0 +1,209 @@
+"""A model under ``fully_shard`` on 2, 3 and 4 processes equals one process with the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+from sharded_cases import (
+    CASES,
+    Case,
+    M,
+    S,
+    batch_bounds,
+    make_optimizer,
+    network,
+    sharded,
+    train,
+    whole_tensors,
+)
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from torch_locoprop import LocoProp
+from torch_locoprop.stepping.layer_part import WHOLE
+
+# ---- equal to one process ----------------------------------------------------------------------
+
+
+def _train_all(rank: int, folder: Path, world: int) -> None:
+    found = {}
+    for name, case in CASES.items():
+        if world not in case.worlds:
+            continue
+        model = sharded(case, network(case.model))
+        opt = train(case, model, batch_bounds(case, rank, world), world)
+        own = [entry for state in opt.state.values() for entry in state.values()]
+        replicated = [entry for entry in own if not isinstance(entry, DTensor)]
+        found[name] = (whole_tensors(model), replicated, opt.summary())
+    torch.save(found, folder / f"{rank}.pt")
+    if world == 2:
+        _check_steps_that_are_no_ordinary_ones(rank)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_processes_with_shards_are_one_process_with_the_whole_batch(
+    world: int, tmp_path: Path
+) -> None:
+    processes.run(_train_all, world, tmp_path, world)
+    found: list[Any] = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
+    assert len(found[0]) >= 10
+    wrong = {}
+    for name in found[0]:
+        try:
+            _check(CASES[name], [of_rank[name] for of_rank in found])
+        except AssertionError as error:
+            wrong[name] = str(error)
+    assert not wrong
+
+
+def _check(case: Case, found: list[tuple[list[Tensor], list[Tensor], str]]) -> None:
+    """Compare what the processes have with one process."""
+    model = network(case.model)
+    start = [p.detach().clone() for p in model.parameters()]
+    opt = train(case, model)
+    tensors, replicated, summary = found[0]
+    for p, several, before in zip(model.parameters(), tensors, start, strict=True):
+        torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
+        assert not p.requires_grad or not torch.equal(p, before)
+    assert summary.count("locoprop") == opt.summary().count("locoprop") > 0
+    for of_others in found[1:]:
+        for one, other in zip(replicated, of_others[1], strict=True):
+            assert torch.equal(one, other)
+
+
+# ---- steps that are no ordinary ones, on two processes --------------------------------------------
+
+
+def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
+    _no_rows_in_one_process(rank)
+    _gradients_without_sync()
+    _one_row_that_is_not_finite(rank)
+    _a_gradient_in_one_process_only(rank)
+
+
+def _no_rows_in_one_process(rank: int) -> None:
+    """All take a BackProp step, and none waits for the other."""
+    model = sharded(Case(), network("dense"))
+    opt = make_optimizer(Case(M), model)
+    x = torch.rand(5 if rank == 0 else 0, 6).double()
+    model(x).sum().backward()
+    before = [p.detach().full_tensor().clone() for p in model.parameters()]
+    gradient = model[0].weight.grad.full_tensor()
+    opt.step()
+    expected = before[0] - _first_rmsprop_step(gradient)
+    torch.testing.assert_close(model[0].weight.full_tensor(), expected, rtol=1e-10, atol=0)
+
+
+def _first_rmsprop_step(gradient: Tensor) -> Tensor:
+    """The first of M's iterations alone: RMSProp from v = 1 with ε = 1e-5 and ρ = 0.9."""
+    local = M["gamma"] * gradient
+    return M["lr"] * local / (0.9 + 0.1 * local.square() + 1e-5).sqrt()
+
+
+def _gradients_without_sync() -> None:
+    model = sharded(Case(), network("dense"))
+    opt = make_optimizer(Case(M), model)
+    model.set_requires_gradient_sync(False)
+    model(torch.rand(5, 6).double()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Call set_requires_gradient_sync\(True\)"):
+        opt.step()
+
+
+def _one_row_that_is_not_finite(rank: int) -> None:
+    """The layer stays in all processes, as it does in one."""
+    model = sharded(Case(), network("dense"))
+    opt = make_optimizer(Case(S), model)
+    model(torch.rand(5, 6).double()).sum().backward()
+    before = whole_tensors(model)
+    if rank == 1:
+        model[0].weight.grad.to_local()[0, 0] = torch.inf
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert opt.skipped_updates["0"] == 1
+    after = whole_tensors(model)
+    assert torch.equal(before[0], after[0])
+    assert not torch.equal(before[2], after[2])
+
+
+def _a_gradient_in_one_process_only(rank: int) -> None:
+    model = sharded(Case(), network("dense"))
+    opt = make_optimizer(Case(S), model)
+    model(torch.rand(5, 6).double()).sum().backward()
+    if rank == 1:
+        model[0].weight.grad = model[0].bias.grad = None
+    with pytest.raises(RuntimeError, match="Layer '0' has a gradient in some processes"):
+        opt.step()
+
+
+# ---- one process with shards: what is refused, and what is said -----------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("this torch has no processes")
+    processes.join_group(0, 1, tmp_path)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["M", "S", "default", "closed form", "outer", "convolution, M",
+                                  "convolution, S", "softmax", "grouped convolution", "gate and cap",
+                                  "accumulated", "outer, capped"])  # fmt: skip
+def test_one_process_with_shards_is_one_without(name: str, alone: None) -> None:
+    case = CASES[name]
+    plain, several = network(case.model), sharded(case, network(case.model))
+    train(case, plain)
+    train(case, several)
+    for p, q in zip(plain.parameters(), whole_tensors(several), strict=True):
+        torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"variant": "pocoprop-m"},
+        {"variant": "natural-s"},
+        {"variant": "locoprop-s", "regularizer": "fisher"},
+        {"variant": "locoprop-s", "diagnose": True},
+    ],
+)
+def test_settings_that_need_gradients_of_rows_are_refused(
+    settings: dict[str, Any], alone: None
+) -> None:
+    model = sharded(Case(), network("dense"))
+    with pytest.raises(ValueError, match="which are not exchanged between processes"):
+        make_optimizer(Case(settings), model)
+
+
+def test_the_summary_says_which_layers_do_not_separate(alone: None) -> None:
+    case = CASES["grouped convolution"]
+    model = sharded(case, network(case.model))
+    rows = train(case, model).summary().splitlines()
+    said = [row for row in rows if row.endswith(WHOLE)]
+    assert [row.split()[1] for row in said] == ["Conv1d"]
+
+
+def test_weights_that_are_sharded_by_their_inputs_are_named(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    fully_shard(model[0], shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    fully_shard(model)
+    with pytest.warns(UserWarning, match="have no local problem"):
+        opt = LocoProp(model)
+    assert "its weight and bias are sharded in different ways" in opt.summary()
+
+
+def test_dtensors_that_no_fully_shard_manages_are_named(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    mesh = distributed.init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)])
+    model[0].weight = nn.Parameter(weight)
+    with pytest.warns(UserWarning, match="have no local problem"):
+        opt = LocoProp(model)
+    assert "its weight is a DTensor that no fully_shard manages" in opt.summary()
