@@ -155,7 +155,8 @@ class ModelHooks:
             inputs = [args[0]]
         else:
             inputs = call_inputs(kind.arguments, args, kwargs)
-        if self.tracing:
+        recomputed = backward_pass.current_pass() != -1
+        if self.tracing and not recomputed:  # a second autograd graph of the same operations
             for tensor in inputs:
                 self._search(tensor, LAYER_INPUT)
         # Only while transfers are searched for: it adds a node to the autograd graph.
@@ -171,7 +172,6 @@ class ModelHooks:
         mark = node_marks.mark_layer(node)
         if layer is not None and layer.trained:
             self._watch_gradients(layer)
-            recomputed = backward_pass.current_pass() != -1
             self.tracing |= not layer.decided  # a layer that was unfrozen since the last step
             searched = self.tracing and not recomputed
             call = _forward_call(layer, x, out, mark, searched=searched, recomputed=recomputed)

@@ -53,6 +53,18 @@ def test_segments(variant: str) -> None:
 
 
 @each_variant
+def test_an_activation_at_the_start_of_a_checkpoint(variant: str) -> None:
+    """The activation that the backward pass computes again is not a second use of the layer."""
+
+    class Late(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.net[1:], self.net[0](x), use_reentrant=False)
+
+    model = Late(network(), reentrant=False)
+    assert_close(train(variant, model=model), train(variant), 1e-12)
+
+
+@each_variant
 def test_with_accumulation(variant: str) -> None:
     def in_parts(model: nn.Module, x: Tensor, y: Tensor) -> None:
         for x_part, y_part in zip(x.split([5, 3]), y.split([5, 3]), strict=True):
