@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/,paper solvers config layers stepping recording repor
 	$(addprefix tests/promises/,test_backprop_identity.py test_equations.py test_readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check docs bench clean
+.PHONY: help demo quick test check fuzz docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ check: $(DEV) ## lint, format, types, then all tests: what a change has to pass
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
 	$(MAKE) --no-print-directory test
+
+fuzz: $(DEV) ## compare random training programs with an oracle until Ctrl-C
+	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.endless
 
 docs: $(DEV) ## build the documentation into docs/_build/html; a warning is an error
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
