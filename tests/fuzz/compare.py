@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_locoprop import LocoProp
 
-TOLERANCE = 1e-6
+TOLERANCE = 1e-10
 
 
 def train(program: Program) -> list[Tensor]:
