@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/,paper solvers config layers stepping recording repor
 	$(addprefix tests/promises/,test_backprop_identity.py test_equations.py test_readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check fuzz docs bench clean
+.PHONY: help demo quick test check fuzz mutate soak matrix docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,6 +43,15 @@ check: $(DEV) ## lint, format, types, then all tests: what a change has to pass
 
 fuzz: $(DEV) ## compare random training programs with an oracle until Ctrl-C
 	cd tests && PYTHONPATH=. OMP_NUM_THREADS=1 ../$(BIN)/python -m fuzz.endless
+
+mutate: $(DEV) ## change operators and constants of the mathematics one by one: do the tests notice?
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.mutation --minutes 25 --out runs/mutation.json
+
+soak: $(DEV) ## hours: kill and resume runs, count memory over many steps and optimizers
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak --out runs/soak.json
+
+matrix: $(DEV) ## run the core tests on the oldest, a middle and the newest PyTorch, each in its own environment
+	$(BIN)/python -m benchmarks.matrix --out runs/matrix.md $(QUICK)
 
 docs: $(DEV) ## build the documentation into docs/_build/html; a warning is an error
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html

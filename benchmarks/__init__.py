@@ -11,6 +11,9 @@
     python -m benchmarks.rounding      the loss of LocoProp-S with products in TF32
     python -m benchmarks.equal_budgets whole training runs, each method tuned with equal budgets
     python -m benchmarks.defaults      LocoProp without settings on many small tasks
+    python -m benchmarks.mutation      which small changes of the mathematics does no test notice?
+    python -m benchmarks.soak          killed and resumed runs, memory over many steps and optimizers
+    python -m benchmarks.matrix        the core tests on several versions of PyTorch
     python -m benchmarks.fingerprints  are the results of two versions bit-identical?
 
 `results/` contains measurements. `results_table.py` makes tables of whole training runs.
