@@ -88,7 +88,12 @@ def damped(matrix: Tensor, damping: float) -> Tensor:
     """Return ``M + damping · mean(diag M) · I``; for M = 0, a tiny multiple of I is added instead."""
     mean = matrix.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
-    return matrix + (damping * mean).clamp_min(torch.finfo(matrix.dtype).tiny) * eye
+    return matrix + relative_damping(mean, damping) * eye
+
+
+def relative_damping(mean: Tensor, damping: float) -> Tensor:
+    """Return ``damping`` times mean diagonals, of any shape, or a tiny number for means of zero."""
+    return (damping * mean).clamp_min(torch.finfo(mean.dtype).tiny)
 
 
 def is_well_posed(size: int, damping: float, dtype: torch.dtype) -> bool:

@@ -50,6 +50,14 @@ class GramOf(Protocol):
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Gram: ...
 
 
+class RowProducts(Protocol):
+    """Products of the rows from which the gradient of a squared loss follows."""
+
+    def gradient(self, moved: Tensors) -> Tensors:
+        """Return by how much a displacement of the trained tensors changes the gradient."""
+        ...
+
+
 @dataclass(frozen=True)
 class Gram:
     """The products of the rows X ``[..., rows, n]`` with themselves and with a constant one."""
@@ -141,8 +149,11 @@ def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:
 
 @contextmanager
 def full_products(like: Tensor) -> Iterator[None]:
-    """Compute products on the device of ``like`` with all digits of float32 instead of TF32's."""
-    if not like.is_cuda:
+    """Compute products on the device of ``like`` with all digits of float32 instead of TF32's.
+
+    Code that ``torch.compile`` traces keeps the precision that is set: a graph cannot change it.
+    """
+    if not like.is_cuda or torch.compiler.is_compiling():
         yield
         return
     matmul = torch.backends.cuda.matmul

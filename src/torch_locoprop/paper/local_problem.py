@@ -18,18 +18,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Gram, GramOf, saves_work
+from torch_locoprop.paper.gram import Gram, GramOf, RowProducts, saves_work
 from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.tensors import Number, Tensors, norm, spread
 from torch_locoprop.paper.transfers import Transfer
+
+T = TypeVar("T")
+
+
+class _computed_once(cached_property[T]):  # noqa: N801  # it is used as a decorator
+    """``functools.cached_property`` without Python 3.11's lock, which torch.compile cannot trace."""
+
+    def __get__(self, instance: Any, owner: type[Any] | None = None) -> T:  # type: ignore[override]
+        if instance is None:
+            return self  # type: ignore[return-value]  # for the documentation
+        value = self.func(instance)
+        instance.__dict__[self.func.__name__] = value
+        return value
 
 
 class Before(NamedTuple):
@@ -125,19 +138,19 @@ class LocalProblem:
     gram_of: GramOf = Gram.of  # computes XᵀX of rows
     number: int = 0  # number of problems that the layer has had before this one
 
-    @cached_property
+    @_computed_once
     def a0(self) -> Tensor:
         """The pre-activations at the start ``[..., rows, d]``."""
         if self.before is not None:
             return self.before.at_start((self.start | self.fixed).get("bias"))
         return self._forward(self.start)
 
-    @cached_property
+    @_computed_once
     def target_rows(self) -> Tensor:
         """The target of each row ``[..., rows, d]``."""
         return self.target(self.a0, self.transfer, self.g, self.v, self.gamma)
 
-    @cached_property
+    @_computed_once
     def delta0(self) -> Tensor | None:
         """The residual δ₀ at the start ``[..., rows, d]``.
 
@@ -147,7 +160,7 @@ class LocalProblem:
             return None
         return self.loss.residual(self.a0, self.target_rows, self.transfer)
 
-    @cached_property
+    @_computed_once
     def first_gradient(self) -> Tensors:
         """The gradient at the start, ``δ₀ᵀX`` with the row weights, for each trained tensor."""
         known = self.target.first_gradient(self.backprop, self.gamma, self.fisher)
@@ -156,7 +169,7 @@ class LocalProblem:
         assert self.delta0 is not None
         return self._sum_over_processes(self._weight_grad(self.row_weight * self.delta0))
 
-    @cached_property
+    @_computed_once
     def metric(self) -> Metric | None:
         """The Fisher metric of the layer; None if the regularizer does not need it."""
         if self.fisher is None or "fisher" not in self.regularizer.needs:
@@ -164,7 +177,7 @@ class LocalProblem:
         x = self.inputs
         return Metric(self.fisher, self.averaged(x.mT @ x / x.shape[-2]))
 
-    @cached_property
+    @_computed_once
     def inputs(self) -> Tensor:
         """The rows that multiply the trained columns of ``[W b]``: ``X``, ``1`` or ``[X 1]``."""
         return self.linear_map.inputs(self.x, "weight" in self.start, "bias" in self.start)
@@ -202,7 +215,7 @@ class LocalProblem:
         x = self.inputs.to(dtype)
         return self.of_all_processes((self.row_weight * x).mT @ x)
 
-    def gradient(self, at: Tensors, gram: Gram | None = None) -> Tensors:
+    def gradient(self, at: Tensors, gram: RowProducts | None = None) -> Tensors:
         """Return the gradient of the local loss, without the regularizer.
 
         Args:

@@ -98,12 +98,6 @@ def agreement(
     return (norm(average) / _at_least_tiny(total)).clamp_max(1.0)
 
 
-def unit_diagonal(gram: Tensor) -> Tensor:
-    """Return matrices ``[..., n, n]`` divided by their mean diagonals; those of zeros stay zeros."""
-    mean = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    return gram / _at_least_tiny(mean)
-
-
 def damped_inverse(gram: Tensor, damping: Number, otherwise: Tensor | None) -> Tensor:
     """Return ``(C + λI)⁻¹``; the host does not wait for the device.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Gram, RowUse
+from torch_locoprop.paper.gram import RowProducts, RowUse
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors
 from torch_locoprop.solvers.base import Numbers, Solver, States
@@ -25,7 +25,7 @@ Advance = Callable[[Tensor, Tensor, Tensors, Numbers, float], None]
 class Iterate:
     """The tensors that the local iterations move, and the gradient of the local loss there."""
 
-    def __init__(self, problem: LocalProblem, gram: Gram | None) -> None:
+    def __init__(self, problem: LocalProblem, gram: RowProducts | None) -> None:
         self.problem, self._gram = problem, gram
         self.at = {name: tensor.clone() for name, tensor in problem.start.items()}
 

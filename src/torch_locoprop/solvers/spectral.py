@@ -27,12 +27,11 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.spectral import (
     agreement,
-    damped_inverse,
     equal_rows,
     length,
     polar,
-    unit_diagonal,
 )
+from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
@@ -107,7 +106,8 @@ class Spectral(Solver):
         state = self._averaged(gradient, state, mu, norm)
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
-            found = found @ state["inverse"] if "inverse" in state else found
+            if "inverse" in state:
+                found = StructuredGram.beside(found, state["inverse"]).times(found)
         bf16 = problem.products == "bf16" and gradient.is_cuda
         whole = found if problem.outputs is None else problem.outputs.whole(found)
         direction = polar(whole, torch.bfloat16 if bf16 else None)
@@ -134,14 +134,18 @@ class Spectral(Solver):
         state = {**state, "step": state.get("step", start) + 1}
         if not self._has_use_of_rows(problem.number, state, gradient.shape[-1]):
             return state
-        square = unit_diagonal(problem.square(gradient.dtype))
+        square = StructuredGram.beside(gradient, self._square(problem, gradient)).unit_diagonal()
         past = state.get("gram")
-        gram = square if past is None else torch.lerp(square, past, self.averaging)
+        gram = square if past is None else square.averaged_with(past, self.averaging)
         rounding = 64 * torch.finfo(next(iter(problem.start.values())).dtype).eps
-        before = state["step"].to(gram) - 1
+        before = state["step"].to(gradient) - 1
         damping = (1 / (1 + before / self.fall)).clamp_min(max(self.damping, rounding))
-        inverse = damped_inverse(gram, damping, state.get("inverse"))
-        return {**state, "gram": gram, "inverse": inverse}
+        inverse = gram.damped_inverse(damping, state.get("inverse"))
+        return {**state, "gram": gram.entries, "inverse": inverse}
+
+    def _square(self, problem: LocalProblem, like: Tensor) -> Tensor:
+        """Return ``[X 1]ᵀ[X 1]`` of this step, in the dtype of ``like``."""
+        return problem.square(like.dtype)
 
     def _averaged(
         self, gradient: Tensor, state: Tensors, mu: Number, norm: Callable[[Tensor], Tensor]

@@ -1,0 +1,179 @@
+"""``C = XᵀX`` in full, or reduced to blocks on its diagonal or to the diagonal itself.
+
+Three structures of C for a gradient ``G`` of shape ``[..., d, n]``:
+
+    dense            [..., n, n]
+    block-diagonal   [..., b, n/b, n/b]    b blocks of consecutive columns
+    diagonal         [..., n]
+
+Leading dimensions are those of G, each of the same size or of size 1. So the number of dimensions says
+which structure a tensor has: as many as G, one more, or one less.
+
+X may end with a column of ones, for the bias in the last column of ``[W b]``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from torch_locoprop.paper.fisher import cholesky, cholesky_solve, relative_damping
+from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.spectral import damped_inverse
+from torch_locoprop.paper.tensors import Number, Tensors
+
+STRUCTURES = ("dense", "block", "diagonal")
+
+
+@dataclass(frozen=True)
+class StructuredGram:
+    """C in one of three structures, with the products that steps need."""
+
+    entries: Tensor
+    structure: str  # one of STRUCTURES
+
+    @classmethod
+    def beside(cls, gradient: Tensor, gram: Tensor) -> StructuredGram:
+        """Return C, with the structure that its number of dimensions says.
+
+        Args:
+            gradient: G, ``[..., d, n]``.
+            gram: C, in one of the shapes of this module.
+
+        Raises:
+            ValueError: if C has none of these shapes.
+        """
+        if gradient.dim() < 2:
+            raise ValueError(
+                f"Invalid gradient of shape {list(gradient.shape)}. Expected a matrix [d, n], or "
+                "stacked matrices [..., d, n]."
+            )
+        structures = {0: "dense", 1: "block", -1: "diagonal"}
+        found = cls(gram, structures.get(gram.dim() - gradient.dim(), ""))
+        if not found._fits(gradient):
+            *leading, _, n = gradient.shape
+            stack = "".join(f"{size}, " for size in leading)
+            raise ValueError(
+                f"A Gram matrix of shape {list(gram.shape)} does not fit a gradient of shape "
+                f"{list(gradient.shape)}. Expected [{stack}{n}, {n}] (dense), [{stack}b, {n}/b, {n}/b] "
+                f"(block-diagonal) or [{stack}{n}] (diagonal). If the gradient has a last column for "
+                "the bias, the rows of the Gram matrix need a last column of ones."
+            )
+        return found
+
+    def _fits(self, gradient: Tensor) -> bool:
+        *leading, _, n = gradient.shape
+        shape = self.entries.shape
+        if self.structure == "dense":
+            own, right = shape[:-2], shape[-2:] == (n, n)
+        elif self.structure == "block":
+            own, right = shape[:-3], shape[-2] == shape[-1] and shape[-3] * shape[-1] == n
+        else:
+            own, right = shape[:-1], self.structure == "diagonal" and shape[-1] == n
+        return right and all(size in (1, other) for size, other in zip(own, leading, strict=False))
+
+    @property
+    def diagonal(self) -> Tensor:
+        """The diagonal of C, ``[..., n]``."""
+        if self.structure == "diagonal":
+            return self.entries
+        diagonal = self.entries.diagonal(dim1=-2, dim2=-1)
+        return diagonal.flatten(-2) if self.structure == "block" else diagonal
+
+    def times(self, left: Tensor) -> Tensor:
+        """Return ``L C`` for a matrix L of shape ``[..., d, n]``."""
+        if self.structure == "diagonal":
+            return left * self.entries.unsqueeze(-2)
+        return self._whole(self._parts(left) @ self.entries)
+
+    def gradient(self, moved: Tensors) -> Tensors:
+        """Return ``Δ C``, the change of a squared loss's gradient, for the displacement "weight"."""
+        return {"weight": self.times(moved["weight"])}
+
+    def damping(self, damping: float) -> Tensor:
+        """Return λ, ``damping`` times the mean diagonal of all of C, ``[...]``."""
+        return relative_damping(self.diagonal.mean(-1), damping)
+
+    def solve(self, left: Tensor, shift: Tensor, scale: Number) -> Tensor:
+        """Return ``L (shift · I + scale · C)⁻¹``.
+
+        Args:
+            left: L, ``[..., d, n]``.
+            shift: a number for each matrix, ``[...]`` or a scalar.
+            scale: a number, or one for each matrix, ``[...]``.
+
+        Returns:
+            The solution, ``[..., d, n]``; NaN where the matrix is not positive definite by rounding.
+        """
+        if self.structure == "diagonal":
+            system = shift.unsqueeze(-1) + _unsqueezed(scale, 1) * self.entries
+            return left / system.unsqueeze(-2)
+        inner = self._inner_dimensions
+        eye = torch.eye(self.entries.shape[-1], dtype=left.dtype, device=left.device)
+        system = _unsqueezed(shift, inner) * eye + _unsqueezed(scale, inner) * self.entries
+        factor = cholesky(system, well_posed=True)
+        return self._whole(cholesky_solve(factor, self._parts(left).mT).mT)
+
+    def unit_diagonal(self) -> StructuredGram:
+        """Return C divided by its mean diagonal, over all blocks together; C of zeros stays zeros."""
+        mean = self.diagonal.mean(-1).clamp_min(torch.finfo(self.entries.dtype).tiny)
+        return replace(self, entries=self.entries / _unsqueezed(mean, self._inner_dimensions))
+
+    def averaged_with(self, past: Tensor, decay: float) -> StructuredGram:
+        """Return ``decay · past + (1 − decay) · C``."""
+        return replace(self, entries=torch.lerp(self.entries, past, decay))
+
+    def damped_inverse(self, damping: Tensor, otherwise: Tensor | None) -> Tensor:
+        """Return ``(C + λI)⁻¹`` in the structure of C, without waiting for the device.
+
+        Args:
+            damping: λ, ``[..., 1, 1]``.
+            otherwise: returned for matrices that have no Cholesky factor by rounding; None is I.
+        """
+        if self.structure == "diagonal":
+            return 1 / (self.entries + damping.squeeze(-1))
+        own = damping.unsqueeze(-1) if self.structure == "block" else damping
+        return damped_inverse(self.entries, own, otherwise)
+
+    @property
+    def _inner_dimensions(self) -> int:
+        """The number of dimensions of one C."""
+        return {"diagonal": 1, "dense": 2, "block": 3}[self.structure]
+
+    def _parts(self, matrix: Tensor) -> Tensor:
+        """Return the columns of each block: ``[..., d, n] -> [..., b, d, n/b]``."""
+        if self.structure == "dense":
+            return matrix
+        return matrix.reshape(*matrix.shape[:-1], *self.entries.shape[-3:-1]).movedim(-2, -3)
+
+    def _whole(self, parts: Tensor) -> Tensor:
+        """Return the inverse of :meth:`_parts`."""
+        return parts if self.structure == "dense" else parts.movedim(-3, -2).flatten(-2)
+
+
+def block_gram(x: Tensor, block_size: int) -> Tensor:
+    """Return the blocks on the diagonal of ``XᵀX``.
+
+    Args:
+        x: the rows X, ``[..., rows, n]``.
+        block_size: columns of a block, which divides n.
+
+    Returns:
+        The blocks, ``[..., n / block_size, block_size, block_size]``.
+    """
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // block_size, block_size)
+    return Gram.of(blocks.movedim(-2, -3)).square
+
+
+def diagonal_gram(x: Tensor) -> Tensor:
+    """Return the diagonal of ``XᵀX``: ``[..., rows, n] -> [..., n]``."""
+    return x.square().sum(-2)
+
+
+def _unsqueezed(number: Number, dimensions: int) -> Number:
+    """Return a number ``[...]`` with so many dimensions of size 1 behind."""
+    if not isinstance(number, Tensor) or number.dim() == 0:
+        return number
+    return number.reshape(number.shape + (1,) * dimensions)
