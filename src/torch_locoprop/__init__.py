@@ -1,6 +1,15 @@
 """LocoProp: every layer solves a small local problem after each backward pass."""
 
-from torch_locoprop import baselines, losses, regularizers, solvers, targets, transfers, variants
+from torch_locoprop import (
+    baselines,
+    functional,
+    losses,
+    regularizers,
+    solvers,
+    targets,
+    transfers,
+    variants,
+)
 from torch_locoprop.config.settings import Guards
 from torch_locoprop.optimizer import LocoProp
 from torch_locoprop.training_step import TrainingStep
@@ -12,6 +21,7 @@ __all__ = [
     "TrainingStep",
     "Variant",
     "baselines",
+    "functional",
     "losses",
     "regularizers",
     "solvers",

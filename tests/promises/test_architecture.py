@@ -14,7 +14,7 @@ ROOT = Path(torch_locoprop.__file__).parent
 # Each package, or module at the top, imports only those before it.
 ORDER = (
     *("paper", "solvers", "layers", "config", "fast", "distributed", "recording", "stepping"),
-    *("reporting", "optimizer", "training_step"),
+    *("reporting", "optimizer", "training_step", "functional"),
     *("transfers", "losses", "targets", "regularizers", "variants"),  # public names of paper/
     *("baselines", "study"),
 )
