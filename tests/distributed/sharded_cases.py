@@ -120,9 +120,10 @@ def network(kind: str) -> nn.Sequential:
     return (Checkpointed if kind == "checkpointed" else nn.Sequential)(*first, *rest).double()
 
 
-def sharded(case: Case, model: nn.Sequential) -> nn.Sequential:
+def sharded(case: Case, model: nn.Sequential, **options: Any) -> nn.Sequential:
     """Apply ``fully_shard`` to the model, and to its layers if the case says so."""
-    options = {"reshard_after_forward": False} if case.shards == "not resharded" else {}
+    if case.shards == "not resharded":
+        options["reshard_after_forward"] = False
     if case.shards != "whole":
         for module in model:
             if any(True for _ in module.parameters()):

@@ -137,14 +137,20 @@ def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[G
 
 
 def forget_other_solvers(groups: Iterable[Group], state: MutableMapping[Any, Any]) -> None:
-    """Drop the state of a solver that was replaced by another, which could not read it.
+    """Drop the state of a solver that was replaced by another, and states without content.
+
+    Another solver could not read a state. Before the first step of a group, its states are those of
+    ``stepping/empty_state.py``.
 
     Args:
         groups: the groups of local problems.
         state: the optimizer's state by parameter.
     """
     for group in groups:
-        if group["state_of"] not in (None, group["solver"]):
+        if group["steps"] == 0:
+            for p in group["params"]:
+                state.pop(p, None)
+        elif group["state_of"] not in (None, group["solver"]):
             for p in group["params"]:
                 kept = state[p].get("fisher")
                 state[p] = {} if kept is None else {"fisher": kept}

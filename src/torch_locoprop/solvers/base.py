@@ -99,6 +99,15 @@ class Solver:
         """
         raise NotImplementedError
 
+    def empty_states(self, start: Tensors, bent: bool) -> States:
+        """Return states with the entries and shapes that :meth:`solve` returns, for tools to fill.
+
+        Args:
+            start: the tensors that are trained, by name.
+            bent: whether the local loss contains a transfer.
+        """
+        return {name: {} for name in start}
+
     def serves(self, loss: LocalLoss) -> bool:
         """Return True if the solver can solve problems with this local loss."""
         return True

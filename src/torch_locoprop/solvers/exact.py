@@ -34,7 +34,7 @@ from torch_locoprop.paper.gram import Gram, RowUse, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.tensors import Number, Tensors, holds, join, split, spread
-from torch_locoprop.solvers.base import Numbers, Solver
+from torch_locoprop.solvers.base import Numbers, Solver, States
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,18 @@ class Exact(Solver):
             return -eta * _sylvester_in_basis(gradient, values, basis, 1.0, h, eta), kept
         shift = self.damping * values.mean(-1)[..., None, None]
         return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
+
+    def empty_states(self, start: Tensors, bent: bool) -> States:
+        joint = join(start)
+        *leading, _, n = joint.shape
+        shapes: dict[str, tuple[int, ...]] = {"gram": (n, n)} if self.decay > 0 else {}
+        if not self._is_plain and bent:
+            shapes |= {"eigenvalues": (n,), "eigenvectors": (n, n)}
+        elif not self._is_plain and self.every > 1:
+            shapes["inverse"] = (n, n)
+        state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
+        owner = "weight" if "weight" in start else "bias"
+        return {**{name: {} for name in start}, owner: state}
 
     def serves(self, loss: LocalLoss) -> bool:
         return loss.closed_form

@@ -89,6 +89,9 @@ class FirstOrder(Solver):
         iterate = Iterate(problem, problem.through_gram(local_steps))
         return self.iterate(iterate, states, numbers, local_steps, local_decay, self.advance_)
 
+    def empty_states(self, start: Tensors, bent: bool) -> States:
+        return {name: self.init(tensor, Numbers(0.0)) for name, tensor in start.items()}
+
     def without_rows(self) -> Solver:
         return self
 

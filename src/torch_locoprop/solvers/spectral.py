@@ -158,6 +158,19 @@ class Spectral(Solver):
             state["energy"] = _average(None if past is None else past.square(), square, mu).sqrt()
         return state
 
+    def empty_states(self, start: Tensors, bent: bool) -> States:
+        joint = join(start)
+        *leading, d, n = joint.shape
+        shapes = {"average": (d, n), "rows": (d, 1)}
+        if n <= WIDEST:
+            shapes |= {"gram": (n, n), "inverse": (n, n)}
+        if self.agreement > 0:
+            shapes["energy"] = (1, 1)
+        state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
+        state["step"] = joint.new_zeros(*leading, 1, 1, dtype=torch.float32)
+        owner = "weight" if "weight" in start else "bias"
+        return {**{name: {} for name in start}, owner: state}
+
     def serves(self, loss: LocalLoss) -> bool:
         return not loss.uses_transfer
 

@@ -39,6 +39,7 @@ from torch_locoprop.recording.transfer_assignment import (
     seen_loss,
 )
 from torch_locoprop.stepping.build_problem import count_loss_terms
+from torch_locoprop.stepping.empty_state import empty_states
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
@@ -240,7 +241,13 @@ class LayerOptimizer(WithFallback):
                 if p.grad is not None
             ]
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
-            return still and not any(holds(g.any(), unknown=True) for g in gradients)
+            if not still or any(holds(g.any(), unknown=True) for g in gradients):
+                return False
+            for layer, own in trained.items():
+                if not any(self.state.get(p) for p in own.values()):
+                    for p, state in empty_states(layer, own, self._plan.method(layer)).items():
+                        self.state[p] = state
+            return True
         others = [group for group in self.param_groups if group["fallback"]]
         return skipped or any(p.grad is not None for group in others for p in group["params"])
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_locoprop.distributed.fully_shard import Shards, SharedShardFacts, full, local
 from torch_locoprop.layers import LayerKind
+from torch_locoprop.layers.base import is_distributed
 from torch_locoprop.layers.conv import ConvMap
 from torch_locoprop.paper.gram import Gram, saves_work
 from torch_locoprop.paper.tensors import Tensors
@@ -72,9 +73,15 @@ class Part:
     def taken_states(self, states: States) -> States:
         """Return the solver's states as the problem has them."""
         return {
-            name: {key: self.taken(entry) for key, entry in state.items()}
+            name: {key: self._taken_entry(key, entry) for key, entry in state.items()}
             for name, state in states.items()
         }
+
+    def _taken_entry(self, key: str, entry: Tensor) -> Tensor:
+        by_rows = self.separable and key in self.row_state and not self.is_whole
+        if by_rows and not is_distributed(entry):  # saved by one process, and loaded as it was
+            return self.shards.own(entry)
+        return self.taken(entry)
 
     def kept_states(self, states: States) -> States:
         """Return what this process keeps of the solver's new states."""

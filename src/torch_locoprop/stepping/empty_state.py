@@ -1,0 +1,50 @@
+"""States without content, into which tools for checkpoints load saved ones.
+
+Such tools let an optimizer step with zero gradients at learning rate zero, and expect all entries of
+its state afterwards. The first step that moves weights drops them, unless a state was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from torch_locoprop.distributed.fully_shard import local
+from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.stepping.layer_part import part_of
+from torch_locoprop.stepping.method import Method
+
+
+def empty_states(
+    layer: LayerRecord, trained: Mapping[str, nn.Parameter], method: Method
+) -> dict[nn.Parameter, Tensors]:
+    """Return a state for each of a layer's tensors, with the entries and shapes that steps will leave.
+
+    Args:
+        layer: the record of the layer.
+        trained: its tensors that are trained.
+        method: how its problem is solved.
+    """
+    part, kind = part_of(layer, method), layer.kind
+    tensors: dict[str, Tensor] = {name: p.detach() for name, p in trained.items()}
+    if part is not None and part.separable:
+        rows = len(local(part.shards.tensors["weight"]))
+        kind = layer.kind.with_outputs(rows)  # type: ignore[attr-defined]
+        tensors = {name: local(p) for name, p in trained.items()}
+    elif part is not None:
+        tensors = {name: local(p).new_zeros(p.shape) for name, p in trained.items()}
+    start = {name: kind.matrix(name, tensor) for name, tensor in tensors.items()}
+    states = method.solver.empty_states(start, bent=method.variant.loss.uses_transfer)
+    if method.needs_fisher is not None:
+        owner = next(iter(trained))
+        d = start[owner].shape[-2 if owner == "weight" else -1]
+        states[owner]["fisher"] = start[owner].new_zeros(*_leading(start, owner), d, d)
+    stored = states if part is None else {name: part.stored(own) for name, own in states.items()}
+    return {trained[name]: own for name, own in stored.items()}
+
+
+def _leading(start: Tensors, owner: str) -> tuple[int, ...]:
+    """Return the leading dimensions of a layer's matrices: the groups of a convolution."""
+    return tuple(start[owner].shape[: -2 if owner == "weight" else -1])

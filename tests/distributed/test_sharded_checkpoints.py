@@ -1,0 +1,138 @@
+"""Checkpoints by ``torch.distributed.checkpoint``: other numbers of processes go on from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import processes
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from sharded_cases import CASES, Case, batch_bounds, network, sharded, train, whole_tensors
+from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+
+from torch_locoprop import LocoProp
+
+NAMES = ("default", "M", "momentum", "running closed form", "running closed form of M", "softmax",
+         "convolution, M", "grouped convolution", "frozen bias")  # fmt: skip
+BEFORE, AFTER = 2, 2  # steps before and after the checkpoint
+
+
+def _state(model: nn.Module, opt: LocoProp) -> dict[str, Any]:
+    return {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt)}
+
+
+def _loaded(case: Case, model: nn.Sequential, folder: Path, **options: Any) -> LocoProp:
+    """Load a checkpoint into a model that was changed since, and return the new optimizer."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 1.0
+    opt = train(case, model, steps=0)
+    state = _state(model, opt)
+    dcp.load(state, checkpoint_id=folder, **options)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, opt, state["opt"])
+    return opt
+
+
+def _save_and_load(rank: int, folder: Path) -> None:
+    """Save on 4 processes, load on 4, 2 and 3; save on 2, load on 4; load what one has saved."""
+    meshes = {n: DeviceMesh("cpu", torch.arange(n)) for n in (2, 3, 4)}
+    found: dict[str, dict[str, list[Tensor]]] = {name: {} for name in NAMES}
+
+    def trained(name: str, world: int, saved: Path) -> None:
+        if rank >= world:
+            return
+        case, mesh = CASES[name], meshes[world]
+        model = sharded(case, network(case.model), mesh=mesh)
+        part = batch_bounds(case, rank, world)
+        opt = train(case, model, part, world, BEFORE)
+        dcp.save(_state(model, opt), checkpoint_id=saved, process_group=mesh.get_group())
+
+    def goes_on(name: str, world: int, saved: Path) -> None:
+        if rank >= world:
+            return
+        case, mesh = CASES[name], meshes[world]
+        model = sharded(case, network(case.model), mesh=mesh)
+        opt = _loaded(case, model, saved, process_group=mesh.get_group())
+        train(case, model, batch_bounds(case, rank, world), world, AFTER, opt, skip=BEFORE)
+        found[name][f"{saved.name} on {world}"] = whole_tensors(model)
+
+    for number, name in enumerate(NAMES):
+        at = folder / str(number)
+        trained(name, 4, at / "saved by 4")
+        trained(name, 2, at / "saved by 2")
+        distributed.barrier()
+        for world in (2, 3, 4):
+            goes_on(name, world, at / "saved by 4")
+        goes_on(name, 4, at / "saved by 2")
+        goes_on(name, 3, at / "saved by 1")
+    if rank == 0:
+        torch.save(found, folder / "found.pt")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_any_number_of_processes_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    for number, name in enumerate(NAMES):
+        model = network(CASES[name].model)
+        opt = train(CASES[name], model, steps=BEFORE)
+        saved = tmp_path / str(number) / "saved by 1"
+        dcp.save(_state(model, opt), checkpoint_id=saved, no_dist=True)
+    processes.run(_save_and_load, 4, tmp_path)
+    found = torch.load(tmp_path / "found.pt")
+    wrong = {}
+    for number, name in enumerate(NAMES):
+        case = CASES[name]
+        model = network(case.model)
+        train(case, model, steps=BEFORE + AFTER)
+        alone = network(case.model)
+        opt = _loaded(case, alone, tmp_path / str(number) / "saved by 4", no_dist=True)
+        train(case, alone, steps=AFTER, opt=opt, skip=BEFORE)
+        runs = {**found[name], "saved by 4 on 1": whole_tensors(alone)}
+        assert len(runs) == 6
+        for run, tensors in runs.items():
+            for p, tensor in zip(model.parameters(), tensors, strict=True):
+                if not torch.allclose(p, tensor, rtol=0, atol=1e-10):
+                    wrong[name, run] = float((p - tensor).abs().max())
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_state_that_was_asked_for_too_early_has_no_effect(name: str) -> None:
+    case = CASES[name]
+    asked, plain = network(case.model), network(case.model)
+    opt = train(case, asked, steps=0)
+    state = get_optimizer_state_dict(asked, opt)
+    assert any(state["state"].values())
+    train(case, asked, steps=1, opt=opt)
+    train(case, plain, steps=1)
+    fallback = {p for group in opt.param_groups if group["fallback"] for p in group["params"]}
+    pairs = [
+        (p, q)
+        for p, q in zip(asked.parameters(), plain.parameters(), strict=True)
+        if p not in fallback  # PyTorch's AdamW counts the step with which its state was made
+    ]
+    assert len(pairs) > 4
+    assert all(torch.equal(p, q) for p, q in pairs)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_empty_state_has_the_entries_and_shapes_of_a_used_one(name: str) -> None:
+    case = CASES[name]
+    empty, used = network(case.model), network(case.model)
+    opt = train(case, empty, steps=0)
+    get_optimizer_state_dict(empty, opt)
+    other = train(case, used)
+    for p, q in zip(empty.parameters(), used.parameters(), strict=True):
+        shapes = [
+            {k: (v.shape, v.dtype) for k, v in s.items()} for s in (opt.state[p], other.state[q])
+        ]
+        assert shapes[0] == shapes[1]
