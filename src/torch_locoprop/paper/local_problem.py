@@ -9,8 +9,7 @@ the ordinary gradient ``G``. The first local iteration therefore is BackProp, to
 problem includes everything that was done to ``G`` (clipping, averaging, a penalty on the weights).
 
 The value of the loss, which no solver needs, is in ``objective.py``. How the problem is solved is in
-``solvers/``; how it is built from a layer's record is in
-``stepping/build_problem.py``.
+``solvers/``; how it is built from a layer's record is in ``stepping/build_problem.py``.
 """
 
 from __future__ import annotations
