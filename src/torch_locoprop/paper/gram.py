@@ -5,8 +5,8 @@ For a residual ``a − a*`` the rows enter the local gradient only through
     (a(W̃) − a(W))ᵀ X = Δ XᵀX ,
 
 so an iteration costs one product with an ``n × n`` matrix instead of two with all the rows. Whether
-``XᵀX`` is kept in place of the rows is decided in ``recording/row_reduction.py``, and how it is computed
-in ``fast/dispatch.py``.
+``XᵀX`` is kept in place of the rows is decided in ``recording/row_reduction.py``, and how it is
+computed in ``fast/dispatch.py``.
 """
 
 from __future__ import annotations
