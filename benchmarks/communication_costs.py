@@ -1,0 +1,302 @@
+"""Bytes and operations that a step adds to BackProp under `fully_shard`, from formulas.
+
+    python -m benchmarks.communication_costs            # the tables of docs/communication.md
+
+Every number is for one process and one step. P processes hold the rows of each weight `[d, n]`, d/P
+each. Collectives are rings, so of S bytes a process receives
+
+    all-gather, reduce-scatter   (P − 1)/P · S
+    all-reduce                   2 (P − 1)/P · S
+
+Operations are multiplications and additions of matrix products and factorizations; elementwise work is
+counted for AdamW alone, where it shows that it does not matter. What LocoProp exchanges beyond these
+formulas is a few numbers for each layer; `tests/benchmarks/test_communication_costs.py` counts it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch_locoprop.solvers.spectral import WIDEST
+
+FULL, HALF = 4, 2  # bytes of a number
+TOKENS = 2**22  # of all processes in a step
+PROCESSES = (8, 64, 256, 1024)
+ADAMW = 15  # operations for each parameter
+POLAR_ITERATIONS = 5
+EIGENVECTORS = 9  # operations of a symmetric eigendecomposition over n³ (Golub and Van Loan)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one process receives and computes in one step, on average over steps."""
+
+    received: float = 0.0  # bytes
+    flop: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.received + other.received, self.flop + other.flop)
+
+    def __rmul__(self, factor: float) -> Cost:
+        return Cost(factor * self.received, factor * self.flop)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """A decoder with gated MLPs and, for `keys < width`, grouped queries."""
+
+    name: str
+    blocks: int
+    width: int
+    hidden: int  # of the MLP
+    keys: int  # width of keys and of values
+    vocabulary: int
+    tied: bool = False  # embedding and head are one matrix
+
+    @property
+    def matrices(self) -> list[tuple[int, int]]:
+        """The shapes `(d, n)` of all weights that have a local problem."""
+        w, f, k = self.width, self.hidden, self.keys
+        of_block = [(w, w), (k, w), (k, w), (w, w), (f, w), (f, w), (w, f)]
+        return of_block * self.blocks
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights, with embedding and head, without norms."""
+        embeddings = (1 if self.tied else 2) * self.vocabulary * self.width
+        return sum(d * n for d, n in self.matrices) + embeddings
+
+
+MODELS = (
+    Transformer("1B", 16, 2048, 8192, 512, 128256, tied=True),
+    Transformer("7B", 32, 4096, 11008, 4096, 32000),
+    Transformer("70B", 80, 8192, 28672, 1024, 32000),
+)
+
+# ---- collectives ---------------------------------------------------------------------------------
+
+
+def gathered(numbers: float, size: int, processes: int) -> Cost:
+    """Return the cost of an all-gather or reduce-scatter of so many numbers in all."""
+    return Cost((processes - 1) / processes * numbers * size)
+
+
+def reduced(numbers: float, size: int, processes: int) -> Cost:
+    """Return the cost of an all-reduce of so many numbers."""
+    return 2 * gathered(numbers, size, processes)
+
+
+# ---- BackProp and other optimizers ---------------------------------------------------------------
+
+
+def backprop(model: Transformer, processes: int) -> Cost:
+    """Return the cost of both passes, without scores of attention and recomputation.
+
+    Weights are gathered twice in bfloat16, gradients reduced once in float32.
+    """
+    weights = model.parameters
+    passes = 2 * gathered(weights, HALF, processes) + gathered(weights, FULL, processes)
+    return passes + Cost(flop=6 * weights * TOKENS / processes)
+
+
+def adamw(model: Transformer, processes: int) -> Cost:
+    """Return the cost of AdamW: elementwise on each process's own rows."""
+    return Cost(flop=ADAMW * model.parameters / processes)
+
+
+def muon(model: Transformer, processes: int) -> Cost:
+    """Return the cost of Muon by layers, for the process that has the most to compute.
+
+    Each matrix has one owner, which receives its rows from all others in bfloat16, computes the polar
+    factor, and sends the rows of the update back.
+    """
+    owned = _assigned(model.matrices, processes, lambda shape: polar_flop(*shape))
+    busiest = max(owned, key=lambda shapes: sum(polar_flop(*shape) for shape in shapes))
+    numbers = sum(d * n for d, n in busiest)
+    others = sum(d * n for d, n in model.matrices) - numbers
+    return (
+        gathered(numbers, HALF, processes)
+        + Cost(others / processes * HALF)
+        + Cost(flop=sum(polar_flop(*shape) for shape in busiest))
+    )
+
+
+def shampoo(model: Transformer, processes: int, *, block: int = 1024, every: int = 100) -> Cost:
+    """Return the cost of Shampoo on square blocks that are divided evenly among the processes.
+
+    Owners receive their blocks of the gradient in float32 and send updates back. Both factors are
+    renewed in every step, their roots in every `every`-th one.
+    """
+    numbers = sum(d * n for d, n in model.matrices)
+    flop = 0.0
+    for d, n in model.matrices:
+        for a in _parts(d, block):
+            for b in _parts(n, block):
+                factors = 2 * a * a * b + 2 * a * b * b
+                roots = (EIGENVECTORS + 2) * (a**3 + b**3)
+                flop += 2 * factors + roots / every
+    exchange = 2 * gathered(numbers / processes, FULL, processes)
+    return exchange + Cost(flop=flop / processes)
+
+
+# ---- LocoProp ------------------------------------------------------------------------------------
+
+
+def gram(n: int, processes: int, structure: str = "dense", block: int = 1024) -> Cost:
+    """Return the cost of `XᵀX` of all tokens: a product of own rows, then an all-reduce in float32."""
+    columns = _columns(n, structure, block)
+    return reduced(n * columns, FULL, processes) + Cost(flop=2 * TOKENS / processes * n * columns)
+
+
+def closed_form(
+    model: Transformer,
+    processes: int,
+    *,
+    every: int,
+    structure: str = "dense",
+    block: int = 1024,
+) -> Cost:
+    """Return the cost of `G (C + λI)⁻¹` on each process's rows; C and its inverse are everywhere."""
+    return _closed_form(model.matrices, processes, every, structure, block)
+
+
+def _closed_form(
+    matrices: list[tuple[int, int]], processes: int, every: int, structure: str, block: int
+) -> Cost:
+    total = Cost()
+    for d, n in matrices:
+        columns = _columns(n, structure, block)
+        inverse = Cost(flop=n * columns**2)
+        total += 1 / every * (gram(n, processes, structure, block) + inverse)
+        total += Cost(flop=2 * d / processes * n * columns)
+    return total
+
+
+def locoprop_s(
+    model: Transformer,
+    processes: int,
+    *,
+    local_steps: int,
+    every: int,
+    structure: str = "dense",
+    block: int = 1024,
+) -> Cost:
+    """Return the cost of T iterations of LocoProp-S: one product with C after each but the last."""
+    total = Cost()
+    for d, n in model.matrices:
+        columns = _columns(n, structure, block)
+        total += 1 / every * gram(n, processes, structure, block)
+        total += Cost(flop=(local_steps - 1) * 2 * d / processes * n * columns)
+    return total
+
+
+def locoprop_m(model: Transformer, processes: int, *, local_steps: int, rows: int) -> Cost:
+    """Return the cost of T iterations of LocoProp-M: the rows are gathered once, in float32.
+
+    Args:
+        model: the model.
+        processes: number of processes.
+        local_steps: T.
+        rows: number of rows that all processes keep together (`max_rows`).
+    """
+    total = Cost()
+    for d, n in model.matrices:
+        total += gathered(rows * n, FULL, processes)
+        total += Cost(flop=(local_steps - 1) * 4 * rows * n * d / processes)
+    return total
+
+
+def spectral(model: Transformer, processes: int, *, every: int) -> Cost:
+    """Return the cost of the spectral step: the closed form, then the polar factor in every process.
+
+    The direction of all rows is gathered in float32. Layers with many inputs are served without C.
+    """
+    narrow = [shape for shape in model.matrices if shape[1] <= WIDEST]
+    total = _closed_form(narrow, processes, every, "dense", 1024)
+    for d, n in model.matrices:
+        total += gathered(d * n, FULL, processes) + Cost(flop=polar_flop(d, n))
+    return total
+
+
+def polar_flop(d: int, n: int) -> int:
+    """Return the operations of five Newton–Schulz iterations: three products each."""
+    small, large = sorted((d, n))
+    return POLAR_ITERATIONS * (4 * small**2 * large + 2 * small**3)
+
+
+METHODS: dict[str, Callable[[Transformer, int], Cost]] = {
+    "BackProp, without optimizer": backprop,
+    "AdamW": adamw,
+    "Muon, by layers (busiest process)": muon,
+    "Shampoo, blocks of 1,024, roots every 100": shampoo,
+    "spectral step, every 10": lambda m, p: spectral(m, p, every=10),
+    "closed form, every 10": lambda m, p: closed_form(m, p, every=10),
+    "closed form, every 10, blocks of 1,024 ¹": lambda m, p: closed_form(
+        m, p, every=10, structure="block"
+    ),
+    "closed form, every 10, diagonal ¹": lambda m, p: closed_form(
+        m, p, every=10, structure="diagonal"
+    ),
+    "LocoProp-S, T = 10, every step": lambda m, p: locoprop_s(m, p, local_steps=10, every=1),
+    "LocoProp-S, T = 10, every 10 ¹": lambda m, p: locoprop_s(m, p, local_steps=10, every=10),
+    "LocoProp-M, T = 10": lambda m, p: locoprop_m(m, p, local_steps=10, rows=TOKENS),
+    "LocoProp-M, T = 10, 65,536 rows kept": lambda m, p: locoprop_m(
+        m, p, local_steps=10, rows=2**16
+    ),
+}
+
+
+def tables() -> Iterator[str]:
+    """Yield the lines of all tables in Markdown: gigabytes received, teraflop."""
+    for model in MODELS:
+        yield f"### {model.name}: {model.parameters / 1e9:.2f} billion weights"
+        yield ""
+        heads = [f"{p:,} GPUs" for p in PROCESSES]
+        yield f"| step | {' | '.join(heads)} |"
+        yield "| --- " * (len(heads) + 1) + "|"
+        for name, method in METHODS.items():
+            costs = [method(model, processes) for processes in PROCESSES]
+            cells = [f"{_short(c.received / 1e9)} GB, {_short(c.flop / 1e12)} TFLOP" for c in costs]
+            yield f"| {name} | {' | '.join(cells)} |"
+        yield ""
+
+
+def _short(number: float) -> str:
+    """Return a number with about two digits."""
+    if number == 0:
+        return "0"
+    if number >= 10:
+        return f"{number:,.0f}"
+    if number < 0.001:
+        return "< 0.001"
+    return f"{number:.1f}" if number >= 1 else f"{number:.1g}"
+
+
+def _columns(n: int, structure: str, block: int) -> int:
+    """Return how many entries of each row of C are kept."""
+    return {"dense": n, "block": min(block, n), "diagonal": 1}[structure]
+
+
+def _assigned(
+    shapes: list[tuple[int, int]], processes: int, work: Callable[[tuple[int, int]], int]
+) -> list[list[tuple[int, int]]]:
+    """Return the matrices of each process: the largest first, always to the process with least work."""
+    loads: list[tuple[int, int]] = [(0, process) for process in range(processes)]
+    owned: list[list[tuple[int, int]]] = [[] for _ in loads]
+    for shape in sorted(shapes, key=work, reverse=True):
+        load, process = heapq.heappop(loads)
+        owned[process].append(shape)
+        heapq.heappush(loads, (load + work(shape), process))
+    return owned
+
+
+def _parts(size: int, block: int) -> list[int]:
+    """Return the sizes of blocks that a dimension is cut into."""
+    whole, rest = divmod(size, block)
+    return [block] * whole + ([rest] if rest else [])
+
+
+if __name__ == "__main__":
+    print("\n".join(tables()))

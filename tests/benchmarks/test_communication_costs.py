@@ -1,0 +1,191 @@
+"""The costs of a step on several processes: by hand at small size, and as counted in real processes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks import communication_costs as costs
+from torch_locoprop import LocoProp
+from torch_locoprop.solvers import Exact
+
+ROOT = Path(__file__).parents[2]
+# One block of width 4 with keys of 2 and an MLP of 8: seven matrices with 144 weights.
+TINY = costs.Transformer("tiny", 1, 4, 8, 2, 10)
+
+
+@pytest.fixture(autouse=True)
+def _few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(costs, "TOKENS", 100)
+
+
+def test_weights_of_a_tiny_transformer() -> None:
+    assert TINY.matrices == [(4, 4), (2, 4), (2, 4), (4, 4), (8, 4), (8, 4), (4, 8)]
+    assert TINY.parameters == 16 + 8 + 8 + 16 + 32 + 32 + 32 + 2 * 40
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"), list(zip(costs.MODELS, (1.24, 6.74, 68.98), strict=True))
+)
+def test_weights_of_known_models(model: costs.Transformer, billions: float) -> None:
+    assert model.parameters / 1e9 == pytest.approx(billions, abs=0.005)
+
+
+def test_rings() -> None:
+    assert costs.gathered(100, 4, 4) == costs.Cost(300)  # three of four parts come from others
+    assert costs.reduced(100, 4, 4) == costs.Cost(600)
+    assert costs.gathered(100, 4, 1) == costs.Cost(0)
+
+
+def test_backprop_and_adamw() -> None:
+    found = costs.backprop(TINY, 2)
+    assert found == costs.Cost(0.5 * (2 * 2 + 4) * 224, 6 * 224 * 100 / 2)
+    assert costs.adamw(TINY, 2) == costs.Cost(0, 15 * 224 / 2)
+
+
+def test_muon_by_hand() -> None:
+    # A polar factor of [4, 4] takes 5 (4·64 + 2·64) = 1920, of [2, 4] 5 (4·16 + 2·8) = 400, and of
+    # [4, 8] 5 (4·128 + 2·64) = 3200. With seven processes each has one, the busiest one of [4, 8].
+    assert costs.polar_flop(4, 4) == 1920
+    assert costs.polar_flop(2, 4) == costs.polar_flop(4, 2) == 400
+    assert costs.muon(TINY, 7).flop == costs.polar_flop(8, 4) == 3200
+    assert costs.muon(TINY, 7).received == pytest.approx(2 * (6 / 7 * 32 + 112 / 7))
+    # Two processes: 3200 + 3200, and 3200 + 1920 + 1920 + 400 or so: largest first, to the idler.
+    assert costs.muon(TINY, 2).flop == max(2 * 3200 + 400 + 400, 3200 + 1920 + 1920)
+
+
+def test_shampoo_by_hand() -> None:
+    model = costs.Transformer("one", 1, 4, 4, 4, 0)  # seven matrices [4, 4], in blocks of 3 and 1
+    blocks = [(3, 3), (3, 1), (1, 3), (1, 1)]
+    factors = sum(2 * a * a * b + 2 * a * b * b for a, b in blocks)
+    roots = sum(11 * (a**3 + b**3) for a, b in blocks)
+    found = costs.shampoo(model, 2, block=3, every=10)
+    assert found.flop == pytest.approx(7 * (2 * factors + roots / 10) / 2)
+    assert found.received == pytest.approx(2 * 0.5 * 4 * 7 * 16 / 2)
+
+
+@pytest.mark.parametrize(
+    ("structure", "squares", "cubes", "products"),
+    [
+        ("dense", 6 * 16 + 64, 6 * 64 + 512, 16 * 4 + 8 * 4 + 8 * 4 + 16 * 4 + 2 * 32 * 4 + 32 * 8),
+        ("block", 6 * 8 + 16, 6 * 16 + 32, 144 * 2),
+        ("diagonal", 6 * 4 + 8, 6 * 4 + 8, 144),
+    ],
+)
+def test_locoprop_s_by_hand(structure: str, squares: int, cubes: int, products: int) -> None:
+    numbers: dict[str, Any] = {"structure": structure, "block": 2, "every": 5}
+    exact = costs.closed_form(TINY, 2, **numbers)
+    assert exact.received == pytest.approx(4 * squares / 5)
+    assert exact.flop == pytest.approx((2 * 50 * squares + cubes) / 5 + 2 * products / 2)
+    iterated = costs.locoprop_s(TINY, 2, local_steps=4, **numbers)
+    assert iterated.received == exact.received
+    assert iterated.flop == pytest.approx(2 * 50 * squares / 5 + 3 * 2 * products / 2)
+
+
+def test_locoprop_m_by_hand() -> None:
+    found = costs.locoprop_m(TINY, 2, local_steps=4, rows=100)
+    assert found == costs.Cost(0.5 * 4 * 100 * (6 * 4 + 8), 3 * 4 * 100 * 144 / 2)
+    assert 10 * costs.locoprop_m(TINY, 2, local_steps=4, rows=10) == found
+
+
+def test_the_spectral_step_leaves_out_wide_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    polar = sum(costs.polar_flop(d, n) for d, n in TINY.matrices)
+    exact = costs.closed_form(TINY, 2, every=1)
+    found = costs.spectral(TINY, 2, every=1)
+    assert found.received == pytest.approx(exact.received + 0.5 * 4 * 144)
+    assert found.flop == pytest.approx(exact.flop + polar)
+    monkeypatch.setattr(costs, "WIDEST", 4)
+    assert costs.spectral(TINY, 2, every=1).received == pytest.approx(
+        found.received - costs.reduced(64, 4, 2).received
+    )
+
+
+def test_the_page_has_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    page = (ROOT / "docs" / "communication.md").read_text()
+    assert "\n".join(costs.tables()).strip() in page
+
+
+# ---- counted -------------------------------------------------------------------------------------
+
+D, N, ROWS = 96, 64, 400  # of all processes
+METHODS: dict[str, dict[str, Any]] = {
+    "closed form": {"variant": "locoprop-s", "solver": Exact(damping=0.1)},
+    "locoprop-s": {"variant": "locoprop-s", "local_steps": 4},
+    "locoprop-m": {"variant": "locoprop-m", "local_steps": 4, "transfers": {"0": "tanh"}},
+    "spectral": {"preset": "spectral"},
+}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the numbers that collectives reduce, and those that they gather from all processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reduced = self.gathered = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d.allreduce_."):
+            self.reduced += sum(tensor.numel() for tensor in args[0])
+        elif name.startswith("c10d._allgather_base_."):
+            self.gathered += args[0].numel()
+        elif name.startswith("c10d."):
+            raise AssertionError(f"a collective that the formulas do not have: {name}")
+        return func(*args, **(kwargs or {}))
+
+
+def _count(rank: int, folder: Path) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for name, settings in METHODS.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(N, D, bias=False), nn.Tanh(), nn.Linear(D, 1, bias=False))
+        model[2].requires_grad_(False)
+        fully_shard(model)
+        opt = LocoProp(model, **settings)
+        model(torch.randn(ROWS // 2, N)).square().sum().backward()
+        with Collectives() as counted:
+            opt.step()
+        found[name] = counted.reduced, counted.gathered
+    if rank == 0:
+        torch.save(found, folder / "counted.pt")
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[int, int]]:
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        pytest.skip("this torch has no processes")
+    helpers = str(ROOT / "tests" / "distributed")
+    sys.path.insert(0, helpers)
+    try:
+        import processes
+
+        folder = tmp_path_factory.mktemp("processes")
+        processes.run(_count, 2, folder)
+    finally:
+        sys.path.remove(helpers)
+    found: dict[str, tuple[int, int]] = torch.load(folder / "counted.pt")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "reduced", "gathered"),
+    [
+        ("closed form", N * N, 0),
+        ("locoprop-s", N * N, 0),
+        ("locoprop-m", 0, ROWS * N),
+        ("spectral", N * N, D * N),
+    ],
+)
+def test_a_sharded_step_exchanges_what_the_formulas_say(
+    counted: dict[str, tuple[int, int]], name: str, reduced: int, gathered: int
+) -> None:
+    few = 2 * N + 40  # Xᵀ1, row counts, whether the solution is finite, norms
+    assert reduced <= counted[name][0] <= reduced + few
+    assert gathered <= counted[name][1] <= gathered + few
