@@ -103,6 +103,22 @@ def test_a_folder_tells_what_is_searched_and_refuses_what_is_not(run: Any) -> No
     assert "method is 'adam' there and 'sgd' here" in err
 
 
+@pytest.mark.parametrize("address", ["shared.journal", "sqlite:///shared.db"])
+def test_folders_share_the_trials_of_a_storage(run: Any, address: str) -> None:
+    storage = ["--storage", address]
+    assert run("tune", *TINY, *storage, "--trials", "2", "--out", "one", "--quiet")[0] == 0
+    code, out, _ = run("tune", *TINY, *storage, "--json", "--quiet")
+    assert code == 0
+    (folder,) = Path("tuning").iterdir()
+    assert json.loads(out)["states"] == {"complete": 5}
+    code, _, err = run("tune", "--out", "one", "--trials", "5")  # the folder knows its storage
+    assert (code, len(err.splitlines())) == (0, 1)
+    assert Path("one/trials.jsonl").read_text() == (folder / "trials.jsonl").read_text()
+    code, _, err = run("tune", *TINY, "--out", "one", "--storage", "other.journal")
+    assert code == 1
+    assert "storage is" in err
+
+
 def test_a_search_that_finds_nothing_says_so(run: Any) -> None:
     code, out, err = run(
         "tune", *TINY, "-m", "sgd", "--range", "lr=1e7:1e9", "--warmup-epochs", "0", "--quiet"
@@ -124,6 +140,7 @@ def test_a_search_that_finds_nothing_says_so(run: Any) -> None:
         (["--set", "lr"], "Must be KEY=VALUE"),
         (["--set", "lr=-1"], "Invalid lr=-1"),
         (["--sampler", "grid"], "Unknown sampler 'grid'"),
+        (["--storage", "mysql://host/trials"], "Unknown storage mysql://"),
         (["--trials", "0"], "Invalid trials=0"),
         (["--population", "0"], "Invalid population=0"),
         (["--model", "13-2"], "first width must be 12"),
@@ -227,7 +244,7 @@ def test_ctrl_c_in_a_process(tmp_path: Path) -> None:
 def test_help_teaches(run: Any) -> None:
     code, out, _ = run("tune", "--help")
     assert code == 0
-    for text in ("locoprop tune", "--config tuning/adam/best.json", "--no-pruning", "kfac@10"):
+    for text in ("--config tuning/adam/best.json", "--no-pruning", "kfac@10", "postgresql://"):
         assert text in out
 
 

@@ -21,7 +21,7 @@ from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.campaign import Status
-from torch_locoprop.study.tuning.folder import TuningFolder
+from torch_locoprop.study.tuning.locks import FileLocks
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL and flock")
 
@@ -101,7 +101,7 @@ def check_whole(folder: Path, trials: int) -> None:
     assert [row["number"] for row in rows] == list(range(trials))
     assert {row["state"] for row in rows} <= {"complete", "pruned", "diverged"}
     assert [row["settings"]["lr"] for row in rows] == [drawn[n]["lr"] for n in range(trials)]
-    with TuningFolder(folder).worker() as name:  # whoever comes next forgets the dead
+    with FileLocks(folder).worker() as name:  # whoever comes next forgets the dead
         assert [path.name for path in (folder / "workers").iterdir()] == [name]
     assert list((folder / "workers").iterdir()) == []
 

@@ -24,9 +24,9 @@ from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.campaign import Status, TuningResult
-from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.journal import Journal
 from torch_locoprop.study.tuning.journal_file import JournalFile
+from torch_locoprop.study.tuning.locks import FileLocks
 from torch_locoprop.study.tuning.search import first_pruned
 
 DATA = tiny.data()
@@ -417,8 +417,7 @@ def test_optuna_is_quiet_and_left_as_it_was(
 
 
 def test_a_worker_is_alive_as_long_as_it_lives(tmp_path: Path) -> None:
-    files = TuningFolder(tmp_path)
-    (tmp_path / "workers").mkdir()
+    files = FileLocks(tmp_path)
     with files.worker() as name:
         assert files.is_alive(name)
     assert not files.is_alive(name)
@@ -428,8 +427,7 @@ def test_a_worker_is_alive_as_long_as_it_lives(tmp_path: Path) -> None:
 
 
 def test_a_worker_forgets_the_dead_and_nobody_else(tmp_path: Path) -> None:
-    files = TuningFolder(tmp_path)
-    (tmp_path / "workers").mkdir()
+    files = FileLocks(tmp_path)
     with files.worker() as first:
         (tmp_path / "workers" / "killed before its first trial").touch()
         with files.worker() as second:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from torch_locoprop.study.training.progress import TimeLeft, bar
 from torch_locoprop.study.tuning import campaign, spaces
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.results import Status, TuningResult, best_of
+from torch_locoprop.study.tuning.storage_address import StorageAddress
 
 HELP = """\
 Search a method's settings for the lowest train loss after the last epoch.
@@ -42,6 +42,10 @@ shares the work. best.json in the folder has the best configuration.
 
 [bold]locoprop tune -m locoprop-s --range lr=1e-6:1e-3 --range gamma=10,100 --set eps=1e-5[/bold]
     other ranges, and a fixed setting
+
+[bold]locoprop tune -m adam -d mnist --storage postgresql://me@host/tuning[/bold]
+    on any number of machines, which share the trials in a database, or in a file on a
+    shared disk: --storage /shared/adam.journal
 
 [bold]locoprop tune -m kfac@10 --sampler gp --no-pruning --trials 30[/bold]
     a Gaussian process for few expensive trials, without pruning
@@ -79,6 +83,15 @@ Out = Annotated[
     Path | None,
     typer.Option(help="The folder of the search.  [dim]default: a new folder in tuning/[/dim]"),
 ]
+Storage = Annotated[
+    str | None,
+    typer.Option(
+        "--storage",
+        metavar="URL",
+        help="Where several machines share the trials: a journal file on a shared disk, "
+        "sqlite:///FILE, or postgresql://USER@HOST/DATABASE.  [dim]default: the folder[/dim]",
+    ),
+]
 
 POPULATION = 8
 
@@ -103,6 +116,7 @@ def tune(
     precision: options.Precision = None,
     device: options.Device = None,
     out: Out = None,
+    storage: Storage = None,
     data_dir: options.DataDir = None,
     quiet: options.Quiet = False,
     as_json: options.Json = False,
@@ -112,12 +126,16 @@ def tune(
     there = TuningFolder(out).description() if out and TuningFolder(out).exists else None
     base, space = _search(there, task, method, settings or [], ranges or [])
     sampler = sampler or (there["sampler"] if there else "tpe")
+    storage = storage or (there.get("storage") if there else None)
+    shared = None if storage is None else StorageAddress.of(storage)
     data = load(base.dataset, data_dir, quiet)
     if out is None:
-        out = Path("tuning") / _name(base, campaign.description(base, space, sampler, data))
+        own = campaign.description(base, space, sampler, data, shared)
+        out = Path("tuning") / campaign.name_of(base, own)
     again = ["locoprop", "tune", "--out", str(out), "--trials", str(trials)]
     again += [] if population == POPULATION else ["--population", str(population)]
     again += [] if pruning else ["--no-pruning"]
+    again += [] if shared is None else ["--storage", shared.public]
     again += [] if data_dir is None else ["--data-dir", str(data_dir)]
     with _interruptible(again, base.method, quiet) as watch:
         result = campaign.tune(
@@ -128,6 +146,7 @@ def tune(
             population=population,
             sampler=sampler,
             pruning=pruning,
+            storage=storage,
             data=data,
             watch=watch,
         )
@@ -181,13 +200,6 @@ def _search(
             )
         pairs[key] = value
     return base, spaces.of(chosen, ranges=pairs, fixed=fixed)
-
-
-def _name(base: RunConfig, description: dict[str, Any]) -> str:
-    """Return a short name that is unique to the search."""
-    own = {name: value for name, value in description.items() if name != "environment"}
-    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()[:8]
-    return f"{base.dataset}-{base.model}-{base.method}-{digest}"
 
 
 @contextmanager

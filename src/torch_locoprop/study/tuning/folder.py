@@ -1,7 +1,7 @@
 """The folder of a search, which several processes may share.
 
-tuning.json      the task, the space, the sampler and the data; written once
-journal.log      Optuna's journal of all trials
+tuning.json      the task, the space, the sampler, the data and the storage; written once
+journal.log      Optuna's journal of all trials, unless they are in a storage that machines share
 trials.jsonl     one line per trial
 best.json        the best configuration so far: `locoprop train --config best.json`
 trials/          the folders of trials that are trained one by one
@@ -11,20 +11,19 @@ lock, workers/   one locked file per running process; the lock ends with the pro
 from __future__ import annotations
 
 import json
-import uuid
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_locoprop.study.atomic_files import lock, write
+from torch_locoprop.study.atomic_files import write
 from torch_locoprop.study.training.description import (
     RunError,
     differences,
     differing,
     read_description,
 )
+from torch_locoprop.study.tuning.locks import FileLocks
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,6 @@ class TuningFolder:
         needed = {"config": dict, "space": dict, "sampler": object, "data": dict}
         return read_description(self.path / "tuning.json", "search", needed)
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from changing the search within this context."""
-        with open(self.path / "lock", "ab") as file:
-            lock(file, wait=True)
-            yield
-
     def begin(self, description: Mapping[str, Any]) -> None:
         """Create the folder with this description.
 
@@ -71,8 +63,7 @@ class TuningFolder:
         """
         if (self.path / "config.json").exists():
             raise RunError(f"{self.path} is the folder of a run. Choose another folder (--out).")
-        (self.path / "workers").mkdir(parents=True, exist_ok=True)
-        with self.locked():
+        with FileLocks(self.path).locked():
             if self.exists:
                 self._check_same(description)
             else:
@@ -86,35 +77,6 @@ class TuningFolder:
         write(self.path / "trials.jsonl", "".join(lines))
         if best is not None:
             write(self.path / "best.json", json.dumps(best, indent=1) + "\n")
-
-    @contextmanager
-    def worker(self) -> Iterator[str]:
-        """Register this process as running within this context; yields its name."""
-        name = uuid.uuid4().hex
-        path = self._worker(name)
-        with ExitStack() as stack:
-            # Another process would take a file that is not locked yet for that of a dead process.
-            with self.locked():
-                for other in path.parent.iterdir():
-                    self.is_alive(other.name)  # removes files of processes that were killed
-                file = stack.enter_context(open(path, "wb"))
-                lock(file, wait=False)
-            try:
-                yield name
-            finally:
-                path.unlink(missing_ok=True)
-
-    def is_alive(self, worker: str) -> bool:
-        """Return True if the process of this name still runs; otherwise remove its file."""
-        path = self._worker(worker)
-        with suppress(FileNotFoundError), open(path, "rb+") as file:
-            if not lock(file, wait=False):
-                return True
-            path.unlink()
-        return False
-
-    def _worker(self, name: str) -> Path:
-        return self.path / "workers" / name
 
     def _check_same(self, description: Mapping[str, Any]) -> None:
         there, here = _flat(self.description()), _flat(description)
@@ -136,5 +98,6 @@ def _flat(description: Mapping[str, Any]) -> dict[str, Any]:
         **settings,
         **{f"the range of {name}": domain for name, domain in space.items()},
         "sampler": description["sampler"],
+        "storage": description.get("storage", "the folder"),
         **{f"data {name}": value for name, value in data.items()},
     }

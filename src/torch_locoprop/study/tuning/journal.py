@@ -1,7 +1,9 @@
-"""The trials of a search in Optuna: its samplers, pruner and journal. Importing this imports Optuna.
+"""The trials of a search in Optuna: its samplers and pruner. Importing this imports Optuna.
 
 A trial stores the name of its process. If that process has died, the trial goes back to the queue with
-its number and parameters, and another process continues it, so no trial is lost or made twice.
+its number and parameters, and another process continues it, so no trial is lost or made twice. A
+process that was taken for dead, as after the restart of a database, finds that its trial has another
+owner, and drops it.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import optuna
@@ -22,33 +23,46 @@ from optuna.distributions import (
 )
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, TPESampler
-from optuna.storages import JournalStorage
+from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from torch_locoprop.study.methods.search_space import Choices, Domain, Space
-from torch_locoprop.study.tuning.journal_file import JournalFile
-
-NAME = "tuning"
 
 STARTUP = 10
 """Trials that have to finish before any is pruned."""
 
 
 class Journal:
-    """The trials of one search. Callers of ``ask`` and ``put_back`` hold the lock of the folder."""
+    """The trials of one search. Callers of all methods that change them hold the lock of the search.
+
+    Args:
+        storage: Optuna's storage.
+        name: The name of the search in it.
+        space: The ranges of the settings.
+        sampler: A name of ``SAMPLERS``.
+        seed: The seed of the sampler.
+        first_pruned: The first epoch at which a trial may be pruned; None if no trial is.
+    """
 
     def __init__(
-        self, path: Path, space: Space, *, sampler: str, seed: int, first_pruned: int | None
+        self,
+        storage: BaseStorage,
+        name: str,
+        space: Space,
+        *,
+        sampler: str,
+        seed: int,
+        first_pruned: int | None,
     ) -> None:
         self._sampler, self._seed = sampler, seed
         self._distributions = {
             _name(name, each): _distribution(each) for name, each in space.items()
         }
         self._space = space
-        self._first_pruned = first_pruned  # an epoch; None if no trial is pruned
-        self._storage = JournalStorage(JournalFile(path))
+        self._first_pruned = first_pruned
+        self._storage, self._name = storage, name
         self._study = optuna.create_study(
-            study_name=NAME,
+            study_name=name,
             storage=self._storage,
             load_if_exists=True,
             pruner=optuna.pruners.MedianPruner(STARTUP, n_min_trials=STARTUP // 2),
@@ -60,7 +74,7 @@ class Journal:
 
     def put_back(self, is_alive: Callable[[str], bool]) -> None:
         """Put the trials of dead processes back into the queue."""
-        study = self._storage.get_study_id_from_name(NAME)
+        study = self._storage.get_study_id_from_name(self._name)
         for trial in self.trials():
             owner = trial.user_attrs.get("worker")
             if trial.state == TrialState.RUNNING and (owner is None or not is_alive(owner)):
@@ -79,6 +93,11 @@ class Journal:
         trial = self._study.ask(self._distributions)
         trial.set_user_attr("worker", worker)
         return trial
+
+    def belongs_to(self, worker: str, trial: Trial) -> bool:
+        """Return True unless another process has taken the trial over."""
+        stored = self.trials()[trial.number]
+        return stored.state == TrialState.RUNNING and stored.user_attrs.get("worker") == worker
 
     def settings(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Return the settings for the parameters of a trial."""

@@ -24,6 +24,7 @@ from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning.folder import TuningFolder
 from torch_locoprop.study.tuning.journal import Journal
+from torch_locoprop.study.tuning.locks import Locks
 from torch_locoprop.study.tuning.results import Status, TuningResult, best_of
 
 POLL_SECONDS = 1.0
@@ -45,6 +46,7 @@ class Search:
 
     base: RunConfig
     files: TuningFolder
+    locks: Locks
     journal: Journal
     worker: str
     data: Dataset
@@ -56,7 +58,7 @@ class Search:
     def run(self) -> None:
         """Train trials until all trials of the search have finished."""
         while True:
-            with self.files.locked():
+            with self.locks.locked():
                 asked, others = self._ask()
             if asked:
                 self._train(asked)
@@ -75,7 +77,7 @@ class Search:
 
     def _ask(self) -> tuple[list[Trial], int]:
         """Return new trials for this process, and the number of running trials to wait for."""
-        self.journal.put_back(self.files.is_alive)
+        self.journal.put_back(self.locks.is_alive)
         states = [trial.state for trial in self.journal.trials()]
         finished = sum(state.is_finished() for state in states)
         running = states.count(TrialState.RUNNING)
@@ -149,30 +151,36 @@ class Search:
             except _PrunedError:
                 pruned = True
         metrics = files.metrics()
-        self._tell(trial, metrics[-1], metrics[0].train_loss, pruned)
-        (files.path / "checkpoint.pt").unlink(
-            missing_ok=True
-        )  # checkpoints of thousands of trials would fill a disk
+        if self._tell(trial, metrics[-1], metrics[0].train_loss, pruned):
+            # Checkpoints of thousands of trials would fill a disk.
+            (files.path / "checkpoint.pt").unlink(missing_ok=True)
 
     def _prunes(self, trial: Trial, row: Metrics, untrained: float) -> bool:
-        """Return True if the trial is pruned at this epoch.
+        """Return True if the trial ends at this epoch: it is pruned, or another process has it.
 
-        Only about twenty epochs are reported, as each report is written to the journal.
+        Only about twenty epochs are reported, as each report is written to the storage.
         """
         if row.diverged or row.epoch == self.base.epochs:
             return False
         if row.epoch % max(self.base.epochs // 20, 1):
             return False
-        return self.journal.prunes(trial, row.epoch, min(row.train_loss, untrained))
+        with self.locks.locked():
+            if not self.journal.belongs_to(self.worker, trial):
+                return True
+            return self.journal.prunes(trial, row.epoch, min(row.train_loss, untrained))
 
-    def _tell(self, trial: Trial, row: Metrics, untrained: float, pruned: bool) -> None:
-        """Store the result of a trial.
+    def _tell(self, trial: Trial, row: Metrics, untrained: float, pruned: bool) -> bool:
+        """Store the result of a trial; return False if another process has taken it over.
 
         The value is capped at the loss of the untrained model: how bad a bad trial was would only
         distort the model of the sampler.
         """
         value = untrained if row.diverged else min(row.train_loss, untrained)
-        self.journal.tell(trial, row.to_dict(), None if pruned else value)
+        with self.locks.locked():
+            own = self.journal.belongs_to(self.worker, trial)
+            if own:
+                self.journal.tell(trial, row.to_dict(), None if pruned else value)
+        return own
 
     def _config(self, trial: Trial) -> RunConfig:
         own = self.journal.settings(trial.params)
