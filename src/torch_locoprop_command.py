@@ -21,3 +21,7 @@ def main() -> None:
     from torch_locoprop.study.cli.main import main as command
 
     command()
+
+
+if __name__ == "__main__":
+    main()

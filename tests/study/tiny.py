@@ -8,9 +8,9 @@ from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training.config import RunConfig
 
 
-def data(images: int = 40, pixels: int = 12) -> Dataset:
+def data(images: int = 40, pixels: int = 12, dtype: torch.dtype = torch.float32) -> Dataset:
     numbers = torch.Generator().manual_seed(7)
-    draw = torch.rand(images + 10, pixels, generator=numbers)
+    draw = torch.rand(images + 10, pixels, generator=numbers, dtype=torch.float32).to(dtype)
     return Dataset("curves", draw[:images], draw[images:], "made for tests")
 
 

@@ -13,6 +13,7 @@ from torch_locoprop.study.cli.compare import compare
 from torch_locoprop.study.cli.datasets import datasets_command
 from torch_locoprop.study.cli.methods import methods_command
 from torch_locoprop.study.cli.report import report
+from torch_locoprop.study.training import processes
 
 app = typer.Typer(
     name="locoprop",
@@ -37,13 +38,19 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _all(
+    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
             "--version", callback=_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
-) -> None: ...
+) -> None:
+    if processes.started().are_several and context.invoked_subcommand != "train":
+        raise ValueError(
+            f"locoprop {context.invoked_subcommand} does not run under torchrun with several "
+            "processes; locoprop train alone does. Start it without torchrun."
+        )
 
 
 app.command(help=train.HELP, epilog=options.METHODS)(train.train)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -55,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ImportError, DatasetError, RunError) as error:
         _fail(str(error))
     except OutOfMemoryError as error:
-        _fail(f"{str(error).splitlines()[0]} {LESS}")
+        _fail(f"{str(error).splitlines()[0]} {LESS}", only_first=False)
     except RuntimeError as error:
         if "can't allocate memory" not in str(error):  # torch's message on a CPU
             raise
-        _fail(f"There is not enough memory. {LESS}")
+        _fail(f"There is not enough memory. {LESS}", only_first=False)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         words = sys.argv[1:] if arguments is None else arguments
@@ -91,15 +92,28 @@ def _advice(error: OSError, arguments: Sequence[str]) -> str:
     return ""
 
 
+def _is_first() -> bool:
+    """Return True in the first of the processes that torchrun has started, and without torchrun."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("RANK") == "0"
+
+
 def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     """Print a warning without its line of code."""
-    print(f"Warning: {message}", file=sys.stderr)
+    if _is_first():
+        print(f"Warning: {message}", file=sys.stderr)
 
 
-def _fail(message: str, code: int = 1) -> NoReturn:
-    """Print the message, in red on a terminal, and exit with this code."""
+def _fail(message: str, code: int = 1, *, only_first: bool = True) -> NoReturn:
+    """Print the message, in red on a terminal, and exit with this code.
+
+    Args:
+        message: What is wrong and what to do.
+        code: The exit code.
+        only_first: All processes of a run have the same error, and the first alone prints it.
+    """
     red, plain = ("\033[31m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{red}{message}{plain}", file=sys.stderr)
+    if _is_first() or not only_first:
+        print(f"{red}{message}{plain}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -15,6 +15,7 @@ from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training import tensorboard
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.description import RunError
+from torch_locoprop.study.training.processes import ALONE, Processes
 from torch_locoprop.study.training.progress import watching
 from torch_locoprop.study.training.run_folder import (
     Checkpoint,
@@ -47,6 +48,7 @@ class RunSession:
         quiet: Show no progress.
         logs: The folder for TensorBoard.
         several: True if the command trains several runs and continues them when it is given again.
+        processes: The processes that train each run together; only the first prints.
     """
 
     data: Dataset
@@ -54,8 +56,13 @@ class RunSession:
     quiet: bool = False
     logs: Path | None = None
     several: bool = False
+    processes: Processes = ALONE
     console: Console = field(default_factory=messages)
     _explained: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.processes.is_first:
+            self.quiet, self.logs, self.console = True, None, Console(quiet=True)
 
     def train(
         self, config: RunConfig, folder: Path, *, resume: bool, restart: bool = False
@@ -71,7 +78,9 @@ class RunSession:
         Raises:
             RunError: If the folder has another run, or one that cannot be continued.
         """
-        there = resume and RunFolder(folder).exists and result_of(folder).finished
+        there = self.processes.on_first(
+            lambda: resume and RunFolder(folder).exists and result_of(folder).finished
+        )
         try:
             result = self._train_or_ask(config, folder, resume, restart)
         except KeyboardInterrupt as error:
@@ -88,7 +97,8 @@ class RunSession:
         try:
             return self._train(config, folder, resume, restart)
         except NoCheckpointError as error:
-            if not (self.console.is_terminal and sys.stdin.isatty()):
+            asks = self.console.is_terminal and sys.stdin.isatty()
+            if not asks or self.processes.are_several:
                 raise
             self.console.print(str(error), soft_wrap=True)
             if not typer.confirm("Start again from epoch 0 now?", err=True):
@@ -120,6 +130,7 @@ class RunSession:
                 data=self.data,
                 on_resume=on_resume,
                 on_epoch=on_epoch,
+                processes=self.processes,
             )
 
     def _explain_rate(self, config: RunConfig) -> None:
@@ -132,10 +143,17 @@ class RunSession:
     def _say_how_to_continue(self, error: KeyboardInterrupt, folder: Path) -> None:
         words = ["locoprop", "train", "--resume", "--out", str(folder)]
         words += [] if self.data_dir is None else ["--data-dir", str(self.data_dir)]
+        if self.processes.are_several:
+            words = [*under_torchrun(self.processes.size), *words[1:]]
         again = f"Continue with: {shlex.join(words)}"
         if self.several:
             again = "Give the same command again to continue."
         self.console.print(f"{stopped(error)}{_saved(folder)}. {again}", soft_wrap=True)
+
+
+def under_torchrun(processes: int) -> list[str]:
+    """Return the words that start the command in several processes of one machine."""
+    return ["torchrun", "--nproc-per-node", str(processes), "-m", "torch_locoprop_command"]
 
 
 def stopped(error: KeyboardInterrupt) -> str:

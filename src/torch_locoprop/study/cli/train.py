@@ -11,6 +11,7 @@ import typer
 from torch_locoprop.study.cli import exit_codes, options
 from torch_locoprop.study.cli.run_session import RunSession
 from torch_locoprop.study.cli.shared import base_of, configuration, given_task, load, parsed
+from torch_locoprop.study.training.processes import joined
 from torch_locoprop.study.training.run_folder import RunFolder
 
 HELP = """\
@@ -31,6 +32,9 @@ Train one model with one method and store the run in a folder.
 
 [bold]locoprop train --model 784-64-16 --epochs 3[/bold]
     a small model for a quick look
+
+[bold]torchrun --nproc-per-node 2 -m torch_locoprop_command train[/bold]
+    one model on several processes, each with its share of every batch
 """
 
 ConfigFile = Annotated[
@@ -89,12 +93,18 @@ def train(
     chosen = configuration(
         {**base, **task, **({"method": method} if method else {}), "settings": own}
     )
-    data = load(chosen.dataset, data_dir, quiet)
-    folder = out or Path("runs") / chosen.name(data.fingerprint)
-    if resume and not RunFolder(folder).exists:
-        typer.echo(f"No run to continue in {folder}; starting a new one.", err=True)
-    session = RunSession(data, data_dir, quiet, logs)
-    result = session.train(chosen, folder, resume=resume, restart=restart)
-    typer.echo(json.dumps(result.to_dict()) if as_json else result.summary)
+    with joined(chosen.device) as processes:
+        # The first process downloads what is missing, before the others look for it.
+        processes.on_first(lambda: load(chosen.dataset, data_dir, quiet) and None)
+        data = processes.on_all(lambda: load(chosen.dataset, data_dir, quiet))
+        folder = out or Path("runs") / chosen.name(data.fingerprint)
+        session = RunSession(data, data_dir, quiet, logs, processes=processes)
+        if resume and not RunFolder(folder).exists:
+            session.console.print(
+                f"No run to continue in {folder}; starting a new one.", soft_wrap=True
+            )
+        result = session.train(chosen, folder, resume=resume, restart=restart)
+        if processes.is_first:
+            typer.echo(json.dumps(result.to_dict()) if as_json else result.summary)
     if result.diverged:
         raise typer.Exit(exit_codes.DIVERGED)

@@ -37,5 +37,6 @@ register(
             ),
         ),
         first_steps=EARLY,  # inverses are renewed in each of them, whatever k is
+        whole_batch=True,  # its factors are averages over rows, which processes do not exchange
     )
 )

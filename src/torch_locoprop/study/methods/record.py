@@ -65,6 +65,7 @@ class Method:
             if the method is no local problem.
         cost: Its row of the paper's Table 1, if it has one.
         first_steps: How many first steps of a run cost more than later ones.
+        whole_batch: The optimizer needs the rows of the whole batch in one process.
         compared: Draw the method in all figures that compare methods, beside those of the paper.
     """
 
@@ -81,6 +82,7 @@ class Method:
     population: Settings | None = None
     cost: StepCost | None = None
     first_steps: int = 0
+    whole_batch: bool = False
     compared: bool = False
 
     def resolve(self, given: Settings) -> dict[str, Any]:

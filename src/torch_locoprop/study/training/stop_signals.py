@@ -35,16 +35,21 @@ class StopRequest:
 
 
 @contextmanager
-def deferred_signals() -> Iterator[StopRequest]:
+def deferred_signals(*, again_at_once: bool = True) -> Iterator[StopRequest]:
     """Note Ctrl-C and SIGTERM within this context, and raise them again at its end.
 
-    A second signal raises KeyboardInterrupt at once. Signals that the process ignores stay ignored.
-    Outside of the main thread, which alone receives signals, the context changes nothing.
+    Signals that the process ignores stay ignored. Outside of the main thread, which alone receives
+    signals, the context changes nothing.
+
+    Args:
+        again_at_once: A second signal raises KeyboardInterrupt at once. Under ``torchrun`` it must not:
+            a process may get one signal from the terminal and another from ``torchrun``, and the other
+            processes wait for it.
     """
     request = StopRequest()
 
     def note(number: int, frame: FrameType | None) -> None:
-        if request.is_set:
+        if request.is_set and again_at_once:
             raise KeyboardInterrupt
         request.number = number
 
