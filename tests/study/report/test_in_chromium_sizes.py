@@ -213,12 +213,15 @@ def test_method_names_wrap_under_themselves(opening: Any) -> None:
         rows = shown.evaluate(
             "[...document.querySelectorAll('#ranking td[data-key=method] .named')].map(n => {"
             " const range = document.createRange(); range.selectNodeContents(n.lastElementChild);"
-            " const lines = [...range.getClientRects()].map(r => r.left);"
+            " const lines = [...range.getClientRects()];"
             " const swatch = n.firstElementChild.getBoundingClientRect();"
-            " return [swatch.right, Math.min(...lines), lines.length]; })"
+            " const free = n.closest('td').getBoundingClientRect().right"
+            " - Math.max(...lines.map(r => r.right));"
+            " return [swatch.right, Math.min(...lines.map(r => r.left)), free, lines.length]; })"
         )
         assert len(rows) == 36
-        assert all(left >= swatch for swatch, left, _ in rows), width
+        assert all(left >= swatch for swatch, left, *_ in rows), width
+        assert all(free >= 0 for *_, free, _ in rows), f"names reach into the losses at {width}"
         if width < 861:
             assert max(lines for *_, lines in rows) > 1, "some names have several lines"
 

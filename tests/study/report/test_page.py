@@ -173,6 +173,14 @@ def test_why_there_are_no_pictures_is_said(tmp_path: Path, monkeypatch: pytest.M
     assert gallery(task, 5, None).missing == ("gone",)
 
 
+def test_many_series_without_a_checkpoint_take_one_line(tmp_path: Path) -> None:
+    made(tmp_path / "a", [9.0, 4.0], checkpoint=True)
+    for lr in range(1, 6):
+        made(tmp_path / f"{lr}", [9.0, 5.0], "sgd", settings={"lr": lr / 10})
+    (task,) = tasks_in(tmp_path)
+    assert gallery(task, 5, None).missing == ("5 of 6 series: no checkpoint.pt.",)
+
+
 def test_images_that_no_folder_has_are_not_asked_for(tmp_path: Path) -> None:
     files = made(tmp_path / "a", [9.0, 4.0], checkpoint=True)
     files.begin({**files.description(), "data": datasets.some_curves(4, 1).metadata})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import math
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,9 @@ from torch_locoprop.study.report.runs import DIVERGED, Run
 from torch_locoprop.study.report.series import Series
 from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.run_folder import RunFolder
+
+MANY = 5
+"""From this number on, series without images for the same reason are counted and not named."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ def gallery(task: Task, images: int, data_dir: Path | None) -> Gallery:
     except (DatasetError, ValueError, OSError) as error:
         return Gallery((), (str(error),))
     rows = [("original", "", "", _tiles(originals))]
-    missing: list[str] = []
+    missing: dict[str, list[str]] = defaultdict(list)  # the series of each reason
     for series, run in zip(task.series, chosen, strict=True):
         try:
             if series.state == DIVERGED and not series.counted:
@@ -72,11 +76,16 @@ def gallery(task: Task, images: int, data_dir: Path | None) -> Gallery:
                 raise RunError("no checkpoint.pt.")
             pictures, epoch = _reconstructed(run, originals)
         except (RunError, ValueError, RuntimeError) as error:
-            missing.append(f"{series.label}: {error}")
+            missing[str(error)].append(series.label)
         else:
             note = f"seed {run.seed}, epoch {epoch}"
             rows.append((series.label, series.colour, note, _tiles(pictures)))
-    return Gallery(tuple(rows), tuple(missing))
+    lines = [
+        f"{name}: {reason}"
+        for reason, labels in missing.items()
+        for name in (labels if len(labels) < MANY else [f"{len(labels)} of {len(chosen)} series"])
+    ]
+    return Gallery(tuple(rows), tuple(lines))
 
 
 def _with_checkpoint(series: Series) -> Run | None:
