@@ -19,6 +19,7 @@ import torch
 from torch_locoprop.study.cli import main as cli
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.training import runner
+from torch_locoprop.study.training.processes import joined
 
 INTERRUPTED = 7
 """The step with the signals, counted from 0: the second one of epoch 3."""
@@ -26,7 +27,6 @@ INTERRUPTED = 7
 
 def main(folder: str, commands: str) -> None:
     torch.set_default_dtype(torch.float64)
-    torch.distributed.init_process_group("gloo")
     datasets.load = lambda *_, **__: tiny.data(dtype=torch.float64)
     step, steps = runner._Training._step, itertools.count()
 
@@ -37,17 +37,17 @@ def main(folder: str, commands: str) -> None:
         step(self, *given)
 
     runner._Training._step = interrupted  # type: ignore[method-assign]
-    for number, command in enumerate(json.loads(commands)):
-        out, err, code = io.StringIO(), io.StringIO(), 0
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                cli.main(command)
-            except SystemExit as end:
-                code = int(end.code or 0)
-        outcome = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
-        path = Path(folder) / f"{os.environ['RANK']}-{number}.json"
-        path.write_text(json.dumps(outcome))
-    torch.distributed.destroy_process_group()
+    with joined("cpu"):
+        for number, command in enumerate(json.loads(commands)):
+            out, err, code = io.StringIO(), io.StringIO(), 0
+            with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+                try:
+                    cli.main(command)
+                except SystemExit as end:
+                    code = int(end.code or 0)
+            outcome = {"code": code, "out": out.getvalue(), "err": err.getvalue()}
+            path = Path(folder) / f"{os.environ['RANK']}-{number}.json"
+            path.write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

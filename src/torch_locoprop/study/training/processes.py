@@ -7,6 +7,7 @@ is raised in all of them, so that none waits for the others.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,6 +127,9 @@ def joined(device: str) -> Iterator[Processes]:
     try:
         yield processes
     finally:
+        # DDP modules are in reference cycles. One that outlives the group keeps its threads, which
+        # abort the process at its end.
+        gc.collect()
         distributed.destroy_process_group()
 
 
