@@ -131,6 +131,15 @@ def test_what_cannot_be_trained_is_told_once(name: str, folder: Path) -> None:
     assert not (folder / "x").exists()
 
 
+def test_another_number_of_processes_is_told(folder: Path) -> None:
+    """A run of two processes differs from one in its last digits."""
+    files = RunFolder(folder / "adam")
+    here = files.description()
+    assert files.other_environment(here) == ""
+    del here["environment"]["processes"]
+    assert files.other_environment(here) == "processes 2 there and 1 here"
+
+
 def test_the_last_batch_must_be_divisible_too() -> None:
     config = RunConfig("adam", model="12-8-3", batch_size=8)
     check_data(config, tiny.data(42), Processes(0, 2))

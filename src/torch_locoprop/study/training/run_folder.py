@@ -263,7 +263,9 @@ class RunFolder:
 
     def other_environment(self, description: Mapping[str, Any]) -> str:
         """Return how the environment of the run differs from this one; empty if it does not."""
-        there, here = self.description().get("environment", {}), description["environment"]
+        alone = {"processes": 1}  # several processes are stored, and one is not
+        there = {**alone, **self.description().get("environment", {})}
+        here = {**alone, **description["environment"]}
         return ", ".join(
             f"{name} {there[name]} there and {here[name]} here"
             for name in here

@@ -316,10 +316,11 @@ def _check_shares(config: RunConfig, images: int, processes: int) -> None:
 
 
 def _description(config: RunConfig, data: Dataset, processes: Processes) -> dict[str, Any]:
+    several = {"processes": processes.size} if processes.are_several else {}
     return {
         "config": config.to_dict(),
         "data": data.metadata,
-        "environment": {**environment(config.device), "processes": processes.size},
+        "environment": {**environment(config.device), **several},
     }
 
 
