@@ -21,10 +21,10 @@ QUICK := $(addprefix tests/,paper solvers config layers stepping recording repor
 	$(addprefix tests/promises/,test_backprop_identity.py test_equations.py test_readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test check fuzz mutate soak matrix docs bench clean
+.PHONY: help demo quick test test-distributed check fuzz mutate soak matrix docs bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 demo: $(DEMO) ## train four optimizers side by side on a small deep autoencoder, draw demo.png
 	$(BIN)/python -m torch_locoprop.study.demo
@@ -34,6 +34,9 @@ quick: $(DEV) ## run the tests of the mathematics and of one step: under 90 seco
 
 test: $(DEV) ## run all tests; fails below 95% line coverage of src
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+test-distributed: $(DEV) ## run the longer tests with several processes, which `make test` leaves out
+	$(PYTEST) tests/distributed -m distributed
 
 check: $(DEV) ## lint, format, types, then all tests: what a change has to pass
 	$(BIN)/ruff check .

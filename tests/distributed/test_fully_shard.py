@@ -22,28 +22,40 @@ from sharded_cases import (
     whole_tensors,
 )
 from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from traffic import check_counts
 
 from torch_locoprop import LocoProp
 from torch_locoprop.stepping.layer_part import WHOLE
+
+# Cases on a mesh that replicates the shards (HSDP).
+REPLICATED = ("M", "S", "default", "softmax", "uneven", "uneven, convolution", "gate and cap")
 
 # ---- equal to one process ----------------------------------------------------------------------
 
 
 def _train_all(rank: int, folder: Path, world: int) -> None:
     found = {}
-    for name, case in CASES.items():
-        if world not in case.worlds:
-            continue
-        model = sharded(case, network(case.model))
+    runs: list[tuple[str, dict[str, Any]]] = [
+        (name, {}) for name in CASES if world in CASES[name].worlds
+    ]
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded"))
+        runs += [(name, {"mesh": mesh}) for name in REPLICATED]
+    for name, options in runs:
+        case = CASES[name]
+        model = sharded(case, network(case.model), **options)
         opt = train(case, model, batch_bounds(case, rank, world), world)
         own = [entry for state in opt.state.values() for entry in state.values()]
         replicated = [entry for entry in own if not isinstance(entry, DTensor)]
-        found[name] = (whole_tensors(model), replicated, opt.summary())
+        found[name, *options] = (whole_tensors(model), replicated, opt.summary())
     torch.save(found, folder / f"{rank}.pt")
     if world == 2:
         _check_steps_that_are_no_ordinary_ones(rank)
+    if world == 3:
+        check_counts(rank, world)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -54,11 +66,11 @@ def test_processes_with_shards_are_one_process_with_the_whole_batch(
     found: list[Any] = [torch.load(tmp_path / f"{rank}.pt") for rank in range(world)]
     assert len(found[0]) >= 10
     wrong = {}
-    for name in found[0]:
+    for run in found[0]:
         try:
-            _check(CASES[name], [of_rank[name] for of_rank in found])
+            _check(CASES[run[0]], [of_rank[run] for of_rank in found])
         except AssertionError as error:
-            wrong[name] = str(error)
+            wrong[run] = str(error)
     assert not wrong
 
 
@@ -85,6 +97,7 @@ def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
     _gradients_without_sync()
     _one_row_that_is_not_finite(rank)
     _a_gradient_in_one_process_only(rank)
+    _mixed_precision(rank)
 
 
 def _no_rows_in_one_process(rank: int) -> None:
@@ -139,6 +152,24 @@ def _a_gradient_in_one_process_only(rank: int) -> None:
         model[0].weight.grad = model[0].bias.grad = None
     with pytest.raises(RuntimeError, match="Layer '0' has a gradient in some processes"):
         opt.step()
+
+
+def _mixed_precision(rank: int) -> None:
+    """Steps of float32 weights with passes in bfloat16 are those in float32, to bfloat16."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for name in ("M", "S", "closed form", "default"):
+        case = CASES[name]
+        whole, start = network("smooth").float(), network("smooth").float()
+        train(case, whole, steps=1)
+        several = sharded(case, network("smooth").float(), mp_policy=policy)
+        opt = train(case, several, batch_bounds(case, rank, 2), 2, steps=1)
+        for p, q, before in zip(
+            whole.parameters(), whole_tensors(several), start.parameters(), strict=True
+        ):
+            near = 0.05 if name == "default" else 0.01  # a polar factor magnifies rounding
+            assert (p - q).norm() < near * (p - before).norm(), name
+        entries = [each for state in opt.state.values() for each in state.values()]
+        assert {each.dtype for each in entries} <= {torch.float32}
 
 
 # ---- one process with shards: what is refused, and what is said -----------------------------------
