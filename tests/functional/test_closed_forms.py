@@ -215,3 +215,9 @@ def test_other_bad_arguments() -> None:
     _, state = spectral(grad, gram, None, lr=0.1)
     with pytest.raises(ValueError, match=r"a gradient of shape \[4, 6\], not \[5, 6\]"):
         spectral(random(5, 6), gram, state, lr=0.1)
+    with pytest.raises(ValueError, match=r"a Gram matrix of shape \[6, 6\], not \[6\]"):
+        spectral(grad, gram.diagonal(), state, lr=0.1)
+    with pytest.raises(
+        ValueError, match=r"the entries \['square'\], which are not those of the spec"
+    ):
+        spectral(grad, gram, {"square": grad}, lr=0.1)

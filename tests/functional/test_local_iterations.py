@@ -210,6 +210,18 @@ def test_compiled_with_a_state_and_a_rate_on_the_device() -> None:
         torch.testing.assert_close(found, locoprop_s(grad, gram, state, **{**settings, "lr": lr}))
 
 
+def test_some_rows_of_the_weights_have_those_rows_of_the_solution() -> None:
+    weight, x, grad = random(6, 5), random(9, 5, seed=1), random(6, 5, seed=2)
+    gram, rows = x.T @ x, slice(2, 5)
+    whole, _ = locoprop_s(grad, gram, None, **NUMBERS)
+    torch.testing.assert_close(locoprop_s(grad[rows], gram, None, **NUMBERS)[0], whole[rows])
+    whole, _ = locoprop_m(weight, None, x, grad, "tanh", None, **NUMBERS)
+    found, _ = locoprop_m(weight[rows], None, x, grad[rows], "tanh", None, **NUMBERS)
+    torch.testing.assert_close(found, whole[rows])
+    whole = closed_form(grad, gram, damping=0.1)
+    torch.testing.assert_close(closed_form(grad[rows], gram, damping=0.1), whole[rows])
+
+
 def test_an_instance_of_a_solver() -> None:
     grad, gram = random(4, 6), torch.eye(6, dtype=torch.float64)
     one = locoprop_s(grad, gram, None, **NUMBERS, solver=Momentum())

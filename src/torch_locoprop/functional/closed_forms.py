@@ -128,17 +128,30 @@ def spectral(
     check_settings(lr=lr, momentum=momentum, decay=decay)
     numbers = {"averaging": averaging, "damping": damping, "fall": fall, "agreement": agreement}
     own, curvature = (grad.to(working_dtype(grad)), None) if gram is None else with_gram(grad, gram)
-    if state is not None and state["average"].shape != grad.shape:
-        raise ValueError(
-            f"The state is that of a gradient of shape {list(state['average'].shape)}, not "
-            f"{list(grad.shape)}. Pass None to begin with a new state."
-        )
+    if state is not None:
+        _check_state(state, {"average": grad} if gram is None else {"average": grad, "gram": gram})
     solver = _OnGivenGram(every=1, **numbers)
     problem = squared_problem(own, None if curvature is None else curvature.entries, lr=lr)
     new, states = (solver if curvature is not None else solver.without_rows()).solve(
         problem, {"weight": state or {}}, {"weight": Numbers(lr, momentum, decay)}, 1, "constant"
     )
     return new["weight"].to(grad.dtype), states["weight"]
+
+
+def _check_state(state: Tensors, given: Tensors) -> None:
+    """Raise ``ValueError`` if a state of the spectral step was made with tensors of other shapes."""
+    if "average" not in state:
+        raise ValueError(
+            f"The state has the entries {sorted(state)}, which are not those of the spectral step. "
+            "Pass None to begin with a new state."
+        )
+    for name, tensor in given.items():
+        if name in state and state[name].shape != tensor.shape:
+            what = "gradient" if name == "average" else "Gram matrix"
+            raise ValueError(
+                f"The state is that of a {what} of shape {list(state[name].shape)}, not "
+                f"{list(tensor.shape)}. Pass None to begin with a new state."
+            )
 
 
 class _OnGivenGram(Spectral):
