@@ -9,8 +9,8 @@ each. Collectives are rings, so of S bytes a process receives
     all-reduce                   2 (P − 1)/P · S
 
 Operations are multiplications and additions of matrix products and factorizations; elementwise work is
-counted for AdamW alone, where it shows that it does not matter. What LocoProp exchanges beyond these
-formulas is a few numbers for each layer; `tests/benchmarks/test_communication_costs.py` counts it.
+counted for AdamW alone, where it shows that it does not matter. What LocoProp exchanges is computed by
+`torch_locoprop.distributed.communication`, which a test compares with collectives of real processes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from torch_locoprop.distributed import communication
 from torch_locoprop.solvers.spectral import WIDEST
 
 FULL, HALF = 4, 2  # bytes of a number
@@ -88,6 +89,11 @@ def reduced(numbers: float, size: int, processes: int) -> Cost:
     return 2 * gathered(numbers, size, processes)
 
 
+def _exchange(traffic: communication.Traffic, processes: int) -> Cost:
+    """Return the cost of collectives of LocoProp; in a ring, a process receives what another sends."""
+    return Cost(traffic.sent_bytes(processes))
+
+
 # ---- BackProp and other optimizers ---------------------------------------------------------------
 
 
@@ -147,7 +153,11 @@ def shampoo(model: Transformer, processes: int, *, block: int = 1024, every: int
 def gram(n: int, processes: int, structure: str = "dense", block: int = 1024) -> Cost:
     """Return the cost of `XᵀX` of all tokens: a product of own rows, then an all-reduce in float32."""
     columns = _columns(n, structure, block)
-    return reduced(n * columns, FULL, processes) + Cost(flop=2 * TOKENS / processes * n * columns)
+    if structure == "dense":
+        exchange = _exchange(communication.through_gram(n, FULL), processes)
+    else:
+        exchange = reduced(n * columns, FULL, processes)
+    return exchange + Cost(flop=2 * TOKENS / processes * n * columns)
 
 
 def closed_form(
@@ -159,14 +169,8 @@ def closed_form(
     block: int = 1024,
 ) -> Cost:
     """Return the cost of `G (C + λI)⁻¹` on each process's rows; C and its inverse are everywhere."""
-    return _closed_form(model.matrices, processes, every, structure, block)
-
-
-def _closed_form(
-    matrices: list[tuple[int, int]], processes: int, every: int, structure: str, block: int
-) -> Cost:
     total = Cost()
-    for d, n in matrices:
+    for d, n in model.matrices:
         columns = _columns(n, structure, block)
         inverse = Cost(flop=n * columns**2)
         total += 1 / every * (gram(n, processes, structure, block) + inverse)
@@ -203,7 +207,8 @@ def locoprop_m(model: Transformer, processes: int, *, local_steps: int, rows: in
     """
     total = Cost()
     for d, n in model.matrices:
-        total += gathered(rows * n, FULL, processes)
+        traffic = communication.by_rows(rows // processes, n, processes, FULL)
+        total += _exchange(traffic, processes)
         total += Cost(flop=(local_steps - 1) * 4 * rows * n * d / processes)
     return total
 
@@ -213,10 +218,17 @@ def spectral(model: Transformer, processes: int, *, every: int) -> Cost:
 
     The direction of all rows is gathered in float32. Layers with many inputs are served without C.
     """
-    narrow = [shape for shape in model.matrices if shape[1] <= WIDEST]
-    total = _closed_form(narrow, processes, every, "dense", 1024)
+    total = Cost()
     for d, n in model.matrices:
-        total += gathered(d * n, FULL, processes) + Cost(flop=polar_flop(d, n))
+        has_gram = n <= WIDEST
+        inverse = 1 / every * Cost(flop=2 * TOKENS / processes * n * n + n**3)
+        product = Cost(flop=2 * d / processes * n * n)
+        for renews, part in ((True, 1 / every), (False, 1 - 1 / every)):
+            traffic = communication.spectral(
+                d, n, n, processes, FULL, renews=renews and has_gram, agreement=True
+            )
+            total += part * _exchange(traffic, processes)
+        total += (inverse + product if has_gram else Cost()) + Cost(flop=polar_flop(d, n))
     return total
 
 
