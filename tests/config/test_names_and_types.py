@@ -40,7 +40,7 @@ from torch_locoprop.solvers import LOCAL_DECAYS, SOLVERS
         (LocalDecay, LOCAL_DECAYS),
         (OutputTransfer, PREDICTIVE),
     ],
-    ids=str,
+    ids=["variant", "solver", "regularizer", "preset", "local_decay", "output_transfer"],
 )
 def test_type_checkers_know_the_names_that_there_are(literal: Any, known: Iterable[str]) -> None:
     assert sorted(get_args(literal)) == sorted(known)

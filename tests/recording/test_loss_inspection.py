@@ -158,7 +158,7 @@ def test_a_closure_that_trains_another_loss_is_named(given: dict[str, Any], pres
         ({"loss_fn": nn.CrossEntropyLoss()}, lambda a: 3 * F.cross_entropy(a, CLASSES)),
         ({"output_transfer": transfers.Tanh()}, lambda a: (a.cosh().log() - a).sum()),
     ],
-    ids=str,
+    ids=["mse", "bce", "cross entropy", "tanh"],
 )
 def test_a_loss_that_agrees_is_no_contradiction(given: dict[str, Any], loss: Any) -> None:
     model = model_of()
