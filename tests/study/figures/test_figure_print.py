@@ -315,7 +315,8 @@ def test_the_committed_figures_are_those_of_the_committed_runs(tmp_path: Path) -
         assert (folder / f"{name}.md").is_file()
         assert b"/Type3" not in (folder / f"{name}.pdf").read_bytes()
     wanted = {"scale": PROTOCOL, "folders": (RESULTS,), "without": (), "only_existing": True}
-    order = small.order(tmp_path, **wanted, images=Images(), seeds=(0, 1, 2))
+    added = ("locoprop-spectral",)
+    order = small.order(tmp_path, **wanted, added=added, images=Images(), seeds=(0, 1, 2))
     making = small.Making(order)
     made = [*making("standard", "relu"), make_profile(making.maker)]
     for each in made:

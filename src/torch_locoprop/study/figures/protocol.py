@@ -47,14 +47,20 @@ PROTOCOL = Scale(
         "relu": {
             "rmsprop": _RMSPROP,
             "locoprop-s": {"lr": 3.045e-06, "gamma": 154.0, "decay": 0.9},
+            "locoprop-spectral": {"lr": 0.01},
         },
         # The settings for the standard model do not train these models well.
         "deep": {
             "rmsprop": {"lr": 3e-5},
             "adam": {"lr": 0.0003593, "momentum": 0.9156, "decay": 0.9853, "eps": 1.82e-07},
             "locoprop-s": {"lr": 4.019e-06, "gamma": 100.0},
+            "locoprop-spectral": {"lr": 0.005, "momentum": 0.9},
         },
-        "wide": {"rmsprop": {"lr": 1e-4}, "locoprop-s": {"lr": 4e-6, "gamma": 100.0}},
+        "wide": {
+            "rmsprop": {"lr": 1e-4},
+            "locoprop-s": {"lr": 4e-6, "gamma": 100.0},
+            "locoprop-spectral": {"lr": 0.006, "momentum": 0.9},
+        },
         "batch-100": {
             "rmsprop": {"lr": 1.311e-4, "momentum": 0.9126, "decay": 0.9856, "eps": 8.664e-10},
             "adam": {"lr": 1.433e-3, "momentum": 0.973, "decay": 0.9464, "eps": 1.895e-07},
@@ -88,12 +94,18 @@ PROTOCOL = Scale(
         "relu": {
             "rmsprop": _EARLIER_TRIALS,
             "locoprop-s": "the best of 32 trials of 50 epochs with ReLU",
+            "locoprop-spectral": "the better of two rates with ReLU",
         },
-        "wide": {"rmsprop": _RATES.format("three"), "locoprop-s": _RATES.format("four")},
+        "wide": {
+            "rmsprop": _RATES.format("three"),
+            "locoprop-s": _RATES.format("four"),
+            "locoprop-spectral": "the better of two rates for this model",
+        },
         "deep": {
             "rmsprop": _RATES.format("three"),
             "adam": "the best of 32 trials of 15 epochs with this model",
             "locoprop-s": "the best of 24 trials of 10 epochs with this model",
+            "locoprop-spectral": _RATES.format("four"),
         },
         "batch-100": {
             "rmsprop": "the best of 32 trials of 15 epochs with such batches",

@@ -36,7 +36,7 @@ register(
         f"{TUNED}, 25 trials of a prototype",
         label="LocoProp spectral",
         colour="#00264d",
-        marker="$S$",
+        marker=r"$\spadesuit$",
         space={
             "lr": Span(1e-3, 0.1),
             "momentum": SHORT_AVERAGE,
