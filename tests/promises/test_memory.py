@@ -25,6 +25,7 @@ WIDTHS = (64, 96, 32, 80, 48)
 LAYERS = list(pairwise(WIDTHS))
 WEIGHTS = max(d * (n + 1) for n, d in LAYERS)
 OUTPUTS = max(d for _, d in LAYERS)
+pytestmark = pytest.mark.filterwarnings("ignore:In the first step")  # odd scales on purpose
 SCALARS = 64  # counters, norms, the loss
 
 # At a time, of the layer being solved: the iterate and its displacement, the gradient that came, the

@@ -193,6 +193,7 @@ def test_the_factor(dtype: torch.dtype) -> None:
 # Gate -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The first step changes")
 def test_a_layer_whose_local_loss_rises_takes_the_backprop_step() -> None:
     """At a learning rate far beyond 2/λ the iterations diverge, and the local loss increases."""
     lr, gamma = 5.0, 0.01
@@ -227,6 +228,7 @@ def test_an_open_gate_changes_nothing() -> None:
     assert [int(layer.counts["gated"]) for layer in opt._layers] == [0, 0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:In the first step")
 @pytest.mark.filterwarnings("ignore:The local solution")
 def test_a_solution_that_is_not_finite_is_replaced_by_the_backprop_step() -> None:
     lr, gamma = 1e30, 1e-31

@@ -50,6 +50,7 @@ class Call(NamedTuple):
     mark: Mark  # of the call's node in the autograd graph
     shape: torch.Size  # of the output
     g: Tensor | None = None  # ∂L/∂a, if needed, or to compute v where v was not recorded
+    g_norm: Tensor | None = None  # the norm of ∂L/∂a, in the first step
     v: Tensor | None = None  # ∂L/∂y, if needed and a transfer is in the autograd graph
     v_transfer: Transfer | None = None  # the transfer whose output v belongs to
     sampled: Tensor | None = None  # ∂L/∂a for a label drawn from the model, if needed
@@ -99,11 +100,13 @@ class Call(NamedTuple):
     def with_gradients_of(self, other: Call) -> Call:
         """Return the call with the gradients of another backward pass through it added."""
         v = _sum(self.v, other.v) if self.v_transfer == other.v_transfer else None
-        return self._replace(g=_sum(self.g, other.g), v=v)
+        norm = _sum(self.g_norm, other.g_norm)  # a bound, which is enough for a report
+        return self._replace(g=_sum(self.g, other.g), g_norm=norm, v=v)
 
     def scaled(self, factor: Tensor) -> Call:
         """Return the call with its gradients multiplied by a factor."""
-        return self._replace(g=_product(self.g, factor), v=_product(self.v, factor))
+        norm = _product(self.g_norm, factor)
+        return self._replace(g=_product(self.g, factor), g_norm=norm, v=_product(self.v, factor))
 
 
 class PendingCall:

@@ -252,6 +252,7 @@ class ModelHooks:
             mark = node_marks.running_mark()
             mark = None if mark is call.mark else mark
             recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call, graph_mark=mark)
+            recorded = recorded._replace(g_norm=_norm(g) if "g_norm" in layer.needs else None)
             layer.record(recorded, backward_pass.current_pass())
 
     def _record(self, layer: LayerRecord, pending: PendingCall, g: Tensor) -> None:
@@ -279,6 +280,8 @@ class ModelHooks:
         for_v = "v" in needs and (several or not has_v(layer, call))
         if "g" in needs or for_v:
             call = call._replace(g=g)
+        if "g_norm" in needs:
+            call = call._replace(g_norm=_norm(g))
         pending.recorded = True
         layer.record(call, backward_pass.current_pass())
         if not backward_pass.retains_graph():
@@ -288,7 +291,7 @@ class ModelHooks:
         """Commit the calls of the backward pass that has added to a parameter's gradient."""
         layer = self._layer_of[parameter]
         layer.commit(backward_pass.current_pass())
-        if self.processes is not None and not layer.needs.isdisjoint({"g", "v"}):
+        if self.processes is not None and layer.needs_row_gradients:
             # Registered by a callback, so that it runs after the one with which DDP averages.
             backward_pass.at_end(lambda: backward_pass.at_end(layer.remember_gradient_norms))
 
@@ -356,6 +359,12 @@ def _recorder(
             alive._record(layer, pending, gradients[0].detach())
 
     return record
+
+
+def _norm(g: Tensor) -> Tensor:
+    """Return the norm of ∂L/∂a, in float32 or wider."""
+    norm: Tensor = torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+    return norm
 
 
 def _remove(handles: list[Any]) -> None:

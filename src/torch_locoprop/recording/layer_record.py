@@ -71,7 +71,8 @@ class LayerRecord:
     is_output: bool = False  # the model ends in this layer, or in its transfer
     compiled: bool = False  # the layer is called inside compiled graphs
     # What the next step needs, set by stepping/requirements.py.
-    needs: frozenset[str] = frozenset()  # what to record besides the input: "g", "v", "fisher"
+    # What to record besides the input: "g", "g_norm", "v" of Call, "fisher".
+    needs: frozenset[str] = frozenset()
     max_rows: int | None = None  # how many rows of each call to keep
     row_seed: int = 0  # seed of the random choice of these rows
     orders: Orders = field(default_factory=dict)  # shared by all layers in a step
@@ -88,6 +89,7 @@ class LayerRecord:
     shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
     unreduced: bool = False  # gradients wait in fully_shard for a pass that adds up all processes'
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
+    first_step: Any = None  # what the first step did, of stepping/first_step.py
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _forward: Any = None  # the forward of the module's class when the record was made
     _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
@@ -125,6 +127,11 @@ class LayerRecord:
         """A key of all that decides how the layer is served, and with which note."""
         known = (self.decided, self.explicit, self.note, self.obstacle)
         return self.transfer, self.is_output, self.compiled, *known
+
+    @property
+    def needs_row_gradients(self) -> bool:
+        """True if the next step needs gradients of rows, or their norm."""
+        return not self.needs.isdisjoint({"g", "g_norm", "v"})
 
     @property
     def may_overlap(self) -> bool:
@@ -215,7 +222,7 @@ class LayerRecord:
         self._committed = True
         if self.shards is None:
             self._left = self._versions()
-        if self._norms.known or not self.needs.isdisjoint({"g", "v"}):
+        if self._norms.known or self.needs_row_gradients:
             self.remember_gradient_norms()
         self.ready = streams.ready_event() if streams.overlapping else None
 
@@ -327,7 +334,7 @@ class LayerRecord:
     @property
     def _scaling_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients set the scale of the rows' gradients, if these are needed."""
-        return [] if self.needs.isdisjoint({"g", "v"}) else self.trained
+        return self.trained if self.needs_row_gradients else []
 
     def starts_afresh(self) -> bool:
         """Return True if the next backward pass replaces what was recorded, or nothing was.

@@ -5,16 +5,23 @@ The transfers and notes that it shows are found in ``recording/``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from torch import nn
 
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.model_scan import Unserved, newcomers
+from torch_locoprop.stepping.first_step import FirstStep
 from torch_locoprop.stepping.layer_part import WHOLE, part_of
 from torch_locoprop.stepping.method import LayerPlan, Plan
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
+FIRST_STEP_HEADER = ("layer", "target", "outputs", "weights")
+FIRST_STEP = (
+    "The first step: distance of the target over the size of the activations, change of the outputs\n"
+    "over their size, change of the weight over its size."
+)
 DETECTED_LATER = "transfer is detected in the first step"
 
 
@@ -44,10 +51,13 @@ def summary_of(
     for module in unserved:
         trained = not given.isdisjoint(module.parameters)
         rows.append(unserved_row(module, trained_by if trained else "–"))
-    rows += [unserved_row(module, "–") for module in newcomers(model, layers, unserved)]
+    new = newcomers(model, layers, unserved)
+    rows += [unserved_row(module, "–") for module in new]
     skipped = sum(int(layer.counts.get("skipped", 0)) for layer in layers)
     still_there = [layer for layer in layers if layer.module in present]
-    return table(rows, footer(len(rows), still_there, model, skipped))
+    last = footer(len(rows), still_there, model, skipped)
+    unchanged = not new and len(still_there) == len(layers)
+    return f"{table(rows, HEADER)}\n\n{last}{first_steps(layers) if unchanged else ''}"
 
 
 def layer_row(layer: LayerRecord, plan: LayerPlan, steps: int, in_model: bool) -> tuple[str, ...]:
@@ -106,15 +116,34 @@ def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skippe
     return text + (f"; {skipped} updates skipped as not finite" if skipped else "")
 
 
-def table(rows: Sequence[Sequence[str]], footer: str) -> str:
-    """Return rows as text under :data:`HEADER`, each column as wide as its widest entry."""
-    widths = [max(len(row[i]) for row in (HEADER, *rows)) for i in range(len(HEADER))]
+def first_steps(layers: Sequence[LayerRecord]) -> str:
+    """Return the table of what the first step did in each layer; empty before it.
+
+    Args:
+        layers: the layers with a local problem.
+    """
+    found = [(layer.name, layer.first_step) for layer in layers]
+    rows = [
+        (name or "(model)", *(_short(x) for x in (step.target, step.outputs, step.weights)))
+        for name, step in found
+        if isinstance(step, FirstStep)
+    ]
+    return f"\n\n{FIRST_STEP}\n{table(rows, FIRST_STEP_HEADER)}" if rows else ""
+
+
+def _short(number: float) -> str:
+    return "–" if math.isnan(number) else f"{number:.1g}"
+
+
+def table(rows: Sequence[Sequence[str]], header: Sequence[str]) -> str:
+    """Return rows as text under a header, each column as wide as its widest entry."""
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in (HEADER, *rows)
+        for row in (header, *rows)
     ]
     rule = "  ".join("-" * width for width in widths)
-    return "\n".join([lines[0], rule, *lines[1:], "", footer])
+    return "\n".join([lines[0], rule, *lines[1:]])
 
 
 def _shapes(parameters: Iterable[nn.Parameter]) -> str:

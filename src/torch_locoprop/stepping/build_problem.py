@@ -62,9 +62,7 @@ def local_problem(
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     facts = layer.shared_facts
     exchange = Exchange(facts, mean) if isinstance(facts, SharedFacts) else None
-    # DDP divides the gradient of a row by the number of processes, the sum over rows does not.
-    shares = 1 if exchange is None or mean else exchange.facts.processes
-    of_row = scale / of_each / shares  # times the recorded gradient of a row
+    of_row = row_factor(layer, group, loss_terms)
     target = method.variant.target
     if not target.needs.isdisjoint({"g", "v"}):
         layer.rescale_row_gradients()
@@ -109,6 +107,22 @@ def local_problem(
         gram_of=dispatch.gram,
         number=problems_before(group),
     )
+
+
+def row_factor(layer: LayerRecord, group: Group, loss_terms: float) -> float:
+    """Return the factor of the recorded gradient of a row in the layer's problem.
+
+    Args:
+        layer: the record of the layer.
+        group: the group of its weight.
+        loss_terms: number of terms of a loss that sums, otherwise 1.
+    """
+    sign = -1 if group["maximize"] else 1
+    if group["local_reduction"] == "mean":
+        return sign / loss_terms * max(layer.row_count, 1)
+    # DDP divides the gradient of a row by the number of processes, the sum over rows does not.
+    facts = layer.shared_facts
+    return sign / (facts.processes if isinstance(facts, SharedFacts) else 1)
 
 
 def numbers(group: Group) -> Numbers:

@@ -13,6 +13,10 @@ from torch import nn
 
 from torch_locoprop.recording.layer_record import LayerRecord
 
+# ε of the AdamW that is made: far below usual gradients, so that the scale of the loss does not matter,
+# and above the root of float32's smallest number, so that no step grows where squares are rounded to 0.
+_EPS = 1e-15
+
 FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -111,7 +115,7 @@ def make_fallback(
             "fallback= to choose another optimizer. print(opt.summary()) lists these parameters.",
             stacklevel=4,
         )
-        return torch.optim.AdamW(params, lr=rate)
+        return torch.optim.AdamW(params, lr=rate, eps=_EPS)
     if not callable(factory):
         raise TypeError(
             f"fallback= must be a function of the parameters that have no local problem, not "

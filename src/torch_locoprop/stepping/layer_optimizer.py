@@ -38,6 +38,7 @@ from torch_locoprop.recording.transfer_assignment import (
     give_transfers,
     seen_loss,
 )
+from torch_locoprop.stepping import first_step
 from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.empty_state import empty_states
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
@@ -113,6 +114,7 @@ class LayerOptimizer(WithFallback):
     def _require_next(self) -> None:
         """Plan the step after this one, unless the plan stays and the passes record for it already."""
         plan, searching = self._plan, self._hooks.tracing or self._fisher_missing
+        searching |= self._local_groups()[0]["steps"] == 1  # the first step was measured
         stays = plan.is_required(self._layers) and plan.is_current(self._local_groups())
         if searching or not stays:
             self._require()
@@ -179,11 +181,25 @@ class LayerOptimizer(WithFallback):
             if not needs_output(self._plan, layer):
                 layer.drop_outputs()
 
+    def _warn_of_first_step(self) -> None:
+        """Read what the first step did in each layer, and warn if it is out of range."""
+        for group in self._local_groups():
+            steps = []
+            for layer in self._layers:
+                if layer.first_step is not None and self._plan.group(layer) is group:
+                    layer.first_step = first_step.on_host(layer.first_step)
+                    steps.append(layer.first_step)
+            told = first_step.advice(steps, group, self._components.solver(group))
+            if told:
+                self._notices.once("first step", f"{told} print(opt.summary()) shows each layer.")
+
     def _warn_of_skipped(self) -> None:
         """Warn of updates that were skipped as not finite; on a GPU, look every hundred steps."""
         device = self._layers[0].given[0].device
         if device.type in graphs.DEVICE_TYPES and graphs.is_recording():
             return  # the host cannot read the counters now
+        if self._local_groups()[0]["steps"] == 1:
+            self._warn_of_first_step()
         counters = {
             layer.name: layer.counts["skipped"]
             for layer in self._layers

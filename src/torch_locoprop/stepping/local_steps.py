@@ -20,7 +20,13 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
 from torch_locoprop.solvers.base import Checked, States
-from torch_locoprop.stepping.build_problem import local_problem, numbers, running_fisher
+from torch_locoprop.stepping import first_step
+from torch_locoprop.stepping.build_problem import (
+    local_problem,
+    numbers,
+    row_factor,
+    running_fisher,
+)
 from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.layer_part import Part, part_of
@@ -135,7 +141,7 @@ class LocalSteps:
         )
         if fisher is not None:
             states[owner]["fisher"] = fisher
-        return self._apply_solution(layer, trained, problem, new, states, method.is_backprop, part)
+        return self._apply_solution(layer, trained, problem, new, states, method, part)
 
     def _apply_solution(
         self,
@@ -144,7 +150,7 @@ class LocalSteps:
         problem: LocalProblem,
         new: Tensors,
         states: States,
-        is_backprop: bool,
+        method: Method,
         part: Part | None,
     ) -> Directions:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
@@ -172,6 +178,10 @@ class LocalSteps:
             layer.count("capped", found.capped)
         if self.measurements is not None:
             self.measurements[layer.name] = measured(problem, found.new)
+        if group["steps"] == 0 and not self.has_outer and part is None:
+            layer.rescale_row_gradients()
+            of_row = row_factor(layer, group, self.terms)
+            layer.first_step = first_step.ratios(layer, problem, found.new, method.solver, of_row)
         if part is None:
             solution = {
                 trained[name]: layer.kind.restored(name, t, trained[name])
@@ -197,7 +207,9 @@ class LocalSteps:
         if self.apply == "nothing":
             return {p: p.grad for p in solution if p.grad is not None}
         if self.has_outer:
-            return as_gradients(layer, problem, found, ok, is_backprop, self.plan.group_of, part)
+            return as_gradients(
+                layer, problem, found, ok, method.is_backprop, self.plan.group_of, part
+            )
         return {}
 
     def _without_fisher(self, layer: LayerRecord, method: Method) -> Method:

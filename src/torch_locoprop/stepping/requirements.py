@@ -49,6 +49,9 @@ def require(
         if layer.shards is not None and layer.needs:
             raise ValueError(_needs_rows(layer, diagnosed))
         layer.overlap_allowed = not (own.asked.target.needs | layer.needs)
+        reported = steps == 0 and layer.shards is None
+        if reported and "gamma" not in own.method.solver.ignores and not needs:
+            layer.needs |= {"g_norm"}  # for the report on the first step
         layer.keeps_output = needs_output(plan, layer)
         layer.max_rows, layer.row_seed, layer.orders = group["max_rows"], 1000 * steps, orders
         if "fisher" in layer.needs:

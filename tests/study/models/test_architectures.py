@@ -55,10 +55,11 @@ def test_every_transfer_stands_between_the_layers_and_is_found_by_locoprop(name:
     for layer in rest[:-1]:
         h = f(layer(h))
     torch.testing.assert_close(model(images), rest[-1](h))
-    optimizer = LocoProp(model, output_transfer="sigmoid", lr=1e-4)
+    optimizer = LocoProp(model, output_transfer="sigmoid")
     reconstruction_loss(model(images), images).backward()
     optimizer.step()
-    rows = [line for line in optimizer.summary().splitlines() if "coder." in line]
+    table = optimizer.summary().partition("\n\n")[0]
+    rows = [line for line in table.splitlines() if "coder." in line]
     found = [next(word for word in row.split() if word in transfers.NAMES) for row in rows]
     assert found == [name, name, "linear", name, name, "sigmoid"]
 

@@ -1,0 +1,184 @@
+"""The report on the first step: numbers in ``summary()``, and one warning if they are out of range."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import batch, network
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+from torch_locoprop.stepping.first_step import FirstStep
+
+ROWS = 12
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch(ROWS, 6)), batch(ROWS, 3).abs())
+
+
+def stepped(model: nn.Module, scale: float = 1.0, **settings: Any) -> LocoProp:
+    opt = LocoProp(model, output_transfer="sigmoid", **settings)
+    (scale * loss_of(model)).backward()
+    opt.step()
+    opt.zero_grad()
+    return opt
+
+
+def first_steps(opt: LocoProp) -> list[FirstStep]:
+    return [layer.first_step for layer in opt._layers]
+
+
+def rms(tensor: Tensor) -> float:
+    return float(tensor.detach().square().mean().sqrt())
+
+
+class Forward:
+    """Pre-activations, outputs and ∂L/∂a of the linear layers of a network, by autograd."""
+
+    def __init__(self, model: nn.Sequential) -> None:
+        h, self.x, self.a, self.y = batch(ROWS, 6), [], [], []
+        for module in model:
+            if isinstance(module, nn.Linear):
+                self.x.append(h)
+                self.a.append(module(h))
+                h = self.a[-1]
+            else:
+                h = module(h)
+                self.y.append(h)
+        self.y.append(h.sigmoid())
+        loss = F.binary_cross_entropy_with_logits(h, batch(ROWS, 3).abs())
+        self.g = torch.autograd.grad(loss, self.a)
+
+
+@pytest.mark.parametrize("preset", ["general", "paper-s", "paper-m", "paper-pocoprop-s"])
+def test_the_numbers_are_those_of_the_step(preset: str) -> None:
+    model = network()
+    before, gamma = copy.deepcopy(model), 10.0
+    opt = stepped(model, preset=preset)
+    known = Forward(before)
+    layers = [m for m in model if isinstance(m, nn.Linear)]
+    old = [m for m in before if isinstance(m, nn.Linear)]
+    for i, found in enumerate(first_steps(opt)):
+        moved = F.linear(known.x[i], layers[i].weight, layers[i].bias) - known.a[i]
+        change = layers[i].weight - old[i].weight
+        assert found.weights == pytest.approx(rms(change) / rms(old[i].weight), rel=1e-9)
+        assert found.outputs == pytest.approx(rms(moved) / rms(known.a[i]), rel=1e-6)
+        if preset == "general":
+            assert math.isnan(found.target)
+        elif preset != "paper-pocoprop-s":
+            start = known.a[i] if preset == "paper-s" else known.y[i]
+            expected = gamma * rms(known.g[i]) / rms(start)
+            assert found.target == pytest.approx(expected, rel=1e-9)
+        else:
+            assert found.target > 0
+
+
+def test_summary_shows_them_from_the_first_step_on() -> None:
+    model = network()
+    opt = LocoProp(model, preset="paper-m", output_transfer="sigmoid")
+    assert "weights" not in opt.summary()
+    loss_of(model).backward()
+    opt.step()
+    shown = opt.summary()
+    header, _, *rows = shown.partition("The first step: ")[2].splitlines()[2:]
+    assert header.split() == ["layer", "target", "outputs", "weights"]
+    for row, layer, step in zip(rows, opt._layers, first_steps(opt), strict=True):
+        numbers = (step.target, step.outputs, step.weights)
+        assert row.split() == [layer.name, *(f"{x:.1g}" for x in numbers)]
+    opt.zero_grad()
+    loss_of(model).backward()
+    opt.step()
+    assert opt.summary() == shown, "the numbers stay those of the first step"
+
+
+def test_the_spectral_step_has_no_target() -> None:
+    row = stepped(network()).summary().splitlines()[-1]
+    name, target, outputs, weights = row.split()
+    assert (name, target) == ("4", "–")
+    assert float(outputs) > 0
+    assert float(weights) > 0
+
+
+def test_a_model_that_was_changed_since_is_not_described() -> None:
+    model = network()
+    opt = stepped(model)
+    model.append(nn.Linear(3, 3).double())
+    assert opt.summary().splitlines()[-1].endswith("parameters in local problems")
+
+
+def test_gradients_that_were_scaled_count_as_the_step_sees_them() -> None:
+    plain, scaled = network(), network()
+    expected = stepped(plain, preset="paper-s")
+    opt = LocoProp(scaled, preset="paper-s", output_transfer="sigmoid")
+    (1024.0 * loss_of(scaled)).backward()
+    for p in scaled.parameters():
+        assert p.grad is not None
+        p.grad /= 1024.0
+    opt.step()
+    for one, other in zip(first_steps(opt), first_steps(expected), strict=True):
+        assert one.target == pytest.approx(other.target, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "message"),
+    [
+        ({"preset": "paper-m"}, 1e-4, r"targets are .* too near\. Try gamma=[1-9]"),
+        ({"preset": "paper-s", "gamma": 1e9}, 1.0, r"targets are .* too far\. Try gamma=[0-9]"),
+        ({"lr": 1e-5}, 1.0, r"weights by .* too little\. Try lr=0\.[0-9]"),
+        ({"lr": 50.0}, 1.0, r"weights by .* too much\. Try lr=0\.[0-9]"),
+        ({"solver": "sgd", "lr": 1e4}, 1.0, r"too much\. Try lr="),
+    ],
+    ids=str,
+)
+def test_a_step_out_of_range_is_named_once_with_a_value(
+    settings: dict[str, Any], scale: float, message: str
+) -> None:
+    model = network()
+    with pytest.warns(UserWarning, match=message) as found:
+        opt = stepped(model, scale, **settings)
+    assert len(found) == 1
+    setting, value = str(found[0].message).partition("Try ")[2].split(" ")[0][:-1].split("=")
+    (scale * loss_of(model)).backward()
+    opt.step()  # warns no more
+    other: dict[str, Any] = {**settings, setting: float(value)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        stepped(network(), scale, **other)  # the suggested value is within the range
+
+
+@pytest.mark.parametrize("preset", ["general", "spectral", "paper-m", "paper-s"])
+def test_defaults_are_within_the_range(preset: str) -> None:
+    stepped(network(), preset=preset)
+
+
+def test_a_warm_up_is_judged_at_its_full_rate() -> None:
+    model = network()
+    opt = LocoProp(model)
+    torch.optim.lr_scheduler.LinearLR(opt, start_factor=1e-4, total_iters=100)
+    loss_of(model).backward()
+    opt.step()
+    assert first_steps(opt)[0].weights < 1e-4
+
+
+def test_a_rate_of_zero_is_not_judged() -> None:
+    stepped(network(), lr=0.0)
+
+
+def test_later_steps_record_and_measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network()
+    opt = stepped(model, preset="paper-m")
+    monkeypatch.setattr("torch_locoprop.stepping.first_step.ratios", None)
+    monkeypatch.setattr("torch_locoprop.stepping.first_step.on_host", None)
+    for _ in range(2):
+        assert not any("g_norm" in layer.needs for layer in opt._layers)
+        loss_of(model).backward()
+        assert all(call.g_norm is None for layer in opt._layers for call in layer.calls)
+        opt.step()
+        opt.zero_grad()
