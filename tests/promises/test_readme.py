@@ -19,6 +19,11 @@ def test_the_example_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[3] for line in summary[2:5]] == ["tanh", "tanh", "softmax"]
 
 
+def test_the_example_has_the_constructors_defaults() -> None:
+    made = re.findall(r"LocoProp\(model.*\)$", README, re.MULTILINE)
+    assert made == ["LocoProp(model, loss_fn=criterion)"]
+
+
 @pytest.mark.skipif(not (ROOT / "results").is_dir(), reason="a source distribution has no runs")
 def test_the_table_is_made_of_the_runs() -> None:
     spec = importlib.util.spec_from_file_location(
