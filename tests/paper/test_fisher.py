@@ -173,7 +173,8 @@ def test_a_diverged_model_draws_without_a_crash() -> None:
 
 def test_a_frozen_model_draws_nothing() -> None:
     model = network().requires_grad_(False)
-    opt = LocoProp(model, variant="natural-s", output_transfer="sigmoid")
+    with pytest.warns(UserWarning, match="All parameters of the model are frozen"):
+        opt = LocoProp(model, variant="natural-s", output_transfer="sigmoid")
     model(batch(7, 6).requires_grad_()).sum().backward()
     assert all(row_gradients.sampled(layer) is None for layer in opt._layers)
 
