@@ -212,7 +212,7 @@ class LocoProp(LayerOptimizer):
         terms = self._loss_terms()
         if self._hooks.processes is not None or self._is_sharded:
             terms = agree(self._hooks, self._layers, trained, terms)
-        elif distributed.is_available() and distributed.is_initialized() and self._drifts():
+        if distributed.is_available() and distributed.is_initialized() and self._drifts():
             self._notices.drifting()
         return LocalSteps(
             plan=self._plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,8 @@ def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
     _one_row_that_is_not_finite(rank)
     _a_gradient_in_one_process_only(rank)
     _mixed_precision(rank)
+    _the_state_of_one_process(rank)
+    _a_layer_that_is_not_sharded()
 
 
 def _no_rows_in_one_process(rank: int) -> None:
@@ -172,6 +175,34 @@ def _mixed_precision(rank: int) -> None:
         assert {each.dtype for each in entries} <= {torch.float32}
 
 
+def _the_state_of_one_process(rank: int) -> None:
+    """A state dict with whole tensors is divided where it is loaded."""
+    case = CASES["M"]
+    one = network("smooth")
+    opt = train(case, one, steps=2)
+    saved = copy.deepcopy((one.state_dict(), opt.state_dict()))
+    train(case, one, steps=2, opt=opt, skip=2)
+    start = network("smooth")
+    start.load_state_dict(saved[0])
+    several = sharded(case, start)
+    other = make_optimizer(case, several)
+    other.load_state_dict(saved[1])
+    train(case, several, batch_bounds(case, rank, 2), 2, steps=2, opt=other, skip=2)
+    for p, q in zip(one.parameters(), whole_tensors(several), strict=True):
+        torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-10)
+
+
+def _a_layer_that_is_not_sharded() -> None:
+    """Nothing averages its gradients, so the processes drift apart, and a warning says so."""
+    model = network("smooth")
+    fully_shard(model[0])
+    opt = make_optimizer(Case(M), model)
+    x = torch.rand(5, 6).double()
+    model(x).sum().backward()
+    with pytest.warns(UserWarning, match="drift apart"):
+        opt.step()
+
+
 # ---- one process with shards: what is refused, and what is said -----------------------------------
 
 
@@ -228,6 +259,14 @@ def test_weights_that_are_sharded_by_their_inputs_are_named(alone: None) -> None
     with pytest.warns(UserWarning, match="have no local problem"):
         opt = LocoProp(model)
     assert "its weight and bias are sharded in different ways" in opt.summary()
+
+
+def test_weights_away_from_their_mesh_are_named(alone: None) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
+    fully_shard(model)
+    with pytest.raises(ValueError, match="its weight is on meta, its mesh has cpus"):
+        LocoProp(model)
 
 
 def test_dtensors_that_no_fully_shard_manages_are_named(alone: None) -> None:

@@ -238,6 +238,8 @@ def shards_of(module: nn.Module, managed: bool) -> Shards | str | None:
     sharded = [i for i, each in enumerate(weight.placements) if each == Shard(0)]
     if len(sharded) != 1 or any(each not in (Replicate(), Shard(0)) for each in weight.placements):
         return f"its weight is sharded as {weight.placements}, not by its first dimension"
+    if weight.device.type != weight.device_mesh.device_type:  # CPUOffloadPolicy
+        return f"its weight is on {weight.device}, its mesh has {weight.device_mesh.device_type}s"
     return Shards(weight.device_mesh, sharded[0], weight.shape[0], own)
 
 

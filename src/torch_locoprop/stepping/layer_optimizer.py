@@ -218,6 +218,8 @@ class LayerOptimizer(WithFallback):
 
     def _drifts(self) -> bool:
         """Return True if several processes solve problems of their own, which no DDP averages."""
+        if self._hooks.processes is not None or all(layer.shards for layer in self._layers):
+            return False
         several = ddp.are_several() and self._plan.has_curvature()
         return several and not ddp.is_tensor_parallel(self._model)
 
