@@ -269,11 +269,33 @@ def test_weights_away_from_their_mesh_are_named(alone: None) -> None:
         LocoProp(model)
 
 
-def test_dtensors_that_no_fully_shard_manages_are_named(alone: None) -> None:
+def test_a_weight_that_is_sharded_without_its_bias_is_named(alone: None) -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 6))
     mesh = distributed.init_device_mesh("cpu", (1,))
     weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)])
     model[0].weight = nn.Parameter(weight)
     with pytest.warns(UserWarning, match="have no local problem"):
         opt = LocoProp(model)
-    assert "its weight is a DTensor that no fully_shard manages" in opt.summary()
+    assert "only one of its weight and bias is sharded" in opt.summary()
+
+
+def test_row_parallel_weights_are_named(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6))
+    mesh = distributed.init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(1)])
+    model[0].weight = nn.Parameter(weight)
+    with pytest.warns(UserWarning, match="have no local problem"):
+        opt = LocoProp(model)
+    assert "not once by its first dimension" in opt.summary()
+
+
+def test_inputs_that_are_divided_make_backprop_steps(alone: None) -> None:
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6))
+    mesh = distributed.init_device_mesh("cpu", (1,))
+    weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(0)])
+    model[0].weight = nn.Parameter(weight)
+    opt = LocoProp(model, layers=["0"], fallback=lambda p: torch.optim.SGD(p, 0.1))
+    x = distribute_tensor(torch.rand(5, 6), mesh, [Shard(0)])
+    model[0](x).sum().to_local().backward()
+    opt.step()
+    assert "its inputs are divided among processes: it takes BackProp steps" in opt.summary()

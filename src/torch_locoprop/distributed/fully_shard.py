@@ -1,4 +1,7 @@
-"""Layers whose tensors ``fully_shard`` (FSDP2) divides among processes by their output features.
+"""Layers whose tensors are divided among processes by their output features.
+
+``fully_shard`` (FSDP2) does so with all layers, and its processes have input rows of their own. Tensor
+parallelism does so with ``ColwiseParallel`` layers, and its processes have the same input rows.
 
 Output feature j of a layer has a local problem of its own, which needs row j of ``[W b]``, row j of the
 gradient, and the input rows of all processes. :class:`Shards` says which rows this process has, and
@@ -39,6 +42,7 @@ class Shards:
     dimension: int  # of the mesh, along which rows of tensors are divided
     d: int  # size of the weight's first dimension in all processes together
     tensors: Mapping[str, nn.Parameter]  # the sharded parameters by name
+    same_inputs: bool = False  # all processes have the same input rows: tensor parallelism
 
     def are_those_of(self, module: nn.Module) -> bool:
         """Return True if a module has these tensors, or unsharded ones in their place."""
@@ -88,7 +92,9 @@ class Shards:
     # ---- input rows ------------------------------------------------------------------------------
 
     def sum_over_inputs(self, of_rows: Tensor) -> Tensor:
-        """Return the sum over all processes, each of which has input rows of its own."""
+        """Return the sum over all processes that have input rows of their own."""
+        if self.same_inputs:
+            return of_rows
         total = of_rows.clone(memory_format=torch.contiguous_format)
         for group in self.mesh.get_all_groups():
             distributed.all_reduce(total, group=group)
@@ -101,6 +107,8 @@ class Shards:
             rows: the rows of this process.
             counts: the number of rows of each process.
         """
+        if self.same_inputs:
+            return rows
         most = max(counts)
         parts = of_all(self.mesh, _padded(rows, most))
         if min(counts) == most:
@@ -110,11 +118,20 @@ class Shards:
     def all_facts(self, fact: Any) -> list[Any]:
         """Return the picklable object that each process gives, in the order of :meth:`all_inputs`."""
         found = [fact]
-        for group in reversed(self.mesh.get_all_groups()):
+        for group in () if self.same_inputs else reversed(self.mesh.get_all_groups()):
             parts: list[Any] = [None] * distributed.get_world_size(group)
             distributed.all_gather_object(parts, found, group=group)
             found = [each for part in parts for each in part]
         return found
+
+    def aligned(self, gradient: Tensor) -> Tensor:
+        """Return a gradient with the placement of the weight."""
+        given: Any = gradient
+        weight: Any = self.tensors["weight"]
+        if tuple(given.placements) == tuple(weight.placements):
+            return gradient
+        aligned: Tensor = given.redistribute(placements=weight.placements)
+        return aligned
 
 
 class ShardFacts(NamedTuple):
@@ -160,7 +177,12 @@ class SharedShardFacts:
 
 
 def agree(
-    mesh: Any, layers: Sequence[ShardFacts], terms: float, device: torch.device
+    mesh: Any,
+    layers: Sequence[ShardFacts],
+    terms: float,
+    device: torch.device,
+    *,
+    same_inputs: bool = False,
 ) -> tuple[list[SharedShardFacts], float]:
     """Exchange what the processes of a mesh know about their layers.
 
@@ -169,6 +191,7 @@ def agree(
         layers: this process's facts, for the same layers in every process.
         terms: number of terms that this process's loss sums.
         device: the device for the exchange.
+        same_inputs: all processes have the same input rows, which count once.
 
     Returns:
         The shared facts of each layer, and the mean of ``terms`` over the processes.
@@ -182,6 +205,7 @@ def agree(
             *(each[6 * i : 6 * i + 6] for each in known), strict=True
         )
         of_each = tuple(zip(map(int, rows), map(int, kept), strict=True))
+        of_each = of_each[:1] if same_inputs else of_each
         together = all(have) and len(set(roles)) == 1
         found.append(SharedShardFacts(of_each, together, any(grams), len(set(moves)) == 1))
     return found, sum(each[-1] for each in known) / len(known)
@@ -225,8 +249,6 @@ def shards_of(module: nn.Module, managed: bool) -> Shards | str | None:
     own: dict[str, Any] = {n: p for n in NAMES if (p := module._parameters.get(n)) is not None}
     if not any(is_distributed(p) for p in own.values()):
         return None
-    if not managed:
-        return "its weight is a DTensor that no fully_shard manages"
     if not all(is_distributed(p) for p in own.values()):
         return "only one of its weight and bias is sharded"
     from torch.distributed.tensor import Replicate, Shard
@@ -237,10 +259,20 @@ def shards_of(module: nn.Module, managed: bool) -> Shards | str | None:
             return "its weight and bias are sharded in different ways"
     sharded = [i for i, each in enumerate(weight.placements) if each == Shard(0)]
     if len(sharded) != 1 or any(each not in (Replicate(), Shard(0)) for each in weight.placements):
-        return f"its weight is sharded as {weight.placements}, not by its first dimension"
+        return f"its weight is sharded as {weight.placements}, not once by its first dimension"
     if weight.device.type != weight.device_mesh.device_type:  # CPUOffloadPolicy
         return f"its weight is on {weight.device}, its mesh has {weight.device_mesh.device_type}s"
-    return Shards(weight.device_mesh, sharded[0], weight.shape[0], own)
+    if not managed and weight.device_mesh.ndim > 1:
+        return "its weight is a DTensor on a mesh of several dimensions, without fully_shard"
+    return Shards(weight.device_mesh, sharded[0], weight.shape[0], own, same_inputs=not managed)
+
+
+def is_replicated(tensor: Tensor) -> bool:
+    """Return True if all processes have all of a DTensor."""
+    from torch.distributed.tensor import Replicate
+
+    sharded: Any = tensor
+    return all(each == Replicate() for each in sharded.placements)
 
 
 def of_all(mesh: Any, tensor: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 from torch_locoprop.distributed.ddp import are_averaged, averaging_processes
+from torch_locoprop.distributed.fully_shard import is_replicated, local
 from torch_locoprop.fast.dispatch import overlap, streams
 from torch_locoprop.layers import layer_kind
-from torch_locoprop.layers.base import call_inputs, joined_inputs
+from torch_locoprop.layers.base import call_inputs, is_distributed, joined_inputs
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import (
     backward_pass,
@@ -36,7 +37,7 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_inspection import LossFacts, inspect_loss
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.row_gradients import has_v
-from torch_locoprop.recording.transfer_assignment import NESTED
+from torch_locoprop.recording.transfer_assignment import DIVIDED, NESTED
 from torch_locoprop.recording.weak_hook import (
     WeakHook,
     hook_for,
@@ -164,6 +165,9 @@ class ModelHooks:
         plain = _without_view(out) if searching else out
         if layer is not None:
             x = inputs[0] if len(inputs) == 1 else joined_inputs(inputs)
+            if layer.shards is not None and is_distributed(x):
+                layer.obstacle = layer.obstacle or ("" if is_replicated(x) else DIVIDED)
+                x = local(x)
             overlaps = streams.overlapping and overlap.can_overlap(layer, x, out)
             if overlaps:
                 plain = overlap.output(layer, x, out)

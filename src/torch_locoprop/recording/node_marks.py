@@ -44,8 +44,11 @@ _TRANSPARENT = {
     for i in range(5)
 }
 
-# Nodes that return their inputs: of a module's backward hooks, and of fully_shard.
-_HOOKS = {"BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward"}
+# Nodes that return their inputs: of a module's backward hooks, of fully_shard, and of DTensors.
+_HOOKS = {
+    *("BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward"),
+    *("_FromTorchTensorBackward", "_ToTorchTensorBackward", "RedistributeBackward"),
+}
 
 
 def matmul_node(node: Node) -> Node:

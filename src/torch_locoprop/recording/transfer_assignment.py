@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 COMPILED_APART = "compiled apart from what follows it: name its transfer in transfers="
 COMPILED = "compiled: ∂L/∂y counts as zero where the transfer is flat"
 IN_PIECES = "compiled in pieces: labels are drawn by hooks, which break the graph at every layer"
+DIVIDED = "its inputs are divided among processes: it takes BackProp steps"
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NONE_IN_LOSS = "no known transfer is inside loss_fn="
 NESTED = "its inputs are nested tensors: it takes BackProp steps"

@@ -46,12 +46,17 @@ def agree(
 
 def _agree_on_shards(layers: Sequence[LayerRecord], terms: float) -> float:
     """Exchange what the processes know about sharded layers, for each mesh of processes."""
-    meshes = {layer.shards.mesh: None for layer in layers if layer.shards is not None}
-    for mesh in meshes:
-        own = [x for x in layers if x.shards is not None and x.shards.mesh == mesh]
+    kinds = {(x.shards.mesh, x.shards.same_inputs): None for x in layers if x.shards is not None}
+    for mesh, same_inputs in kinds:
+        own = [
+            layer
+            for layer in layers
+            if layer.shards is not None
+            and (layer.shards.mesh, layer.shards.same_inputs) == (mesh, same_inputs)
+        ]
         device = own[0].given[0].device
         known = [layer.shard_facts for layer in own]
-        shared, terms = fully_shard.agree(mesh, known, terms, device)
+        shared, terms = fully_shard.agree(mesh, known, terms, device, same_inputs=same_inputs)
         for layer, facts in zip(own, shared, strict=True):
             if not facts.agreed:
                 raise RuntimeError(

@@ -139,7 +139,11 @@ def numbers(group: Group) -> Numbers:
 def _gradients(trained: Mapping[str, nn.Parameter], part: Part | None) -> dict[str, Tensor]:
     """Return the gradients of a layer's tensors, of a sharded layer those of the part to solve."""
     given = {name: p.grad for name, p in trained.items() if p.grad is not None}
-    return given if part is None else {name: part.taken(g) for name, g in given.items()}
+    return (
+        given
+        if part is None
+        else {name: part.taken(part.shards.aligned(g)) for name, g in given.items()}
+    )
 
 
 def decayed(name: str, parameter: Tensor, group: Group) -> Tensor:
