@@ -12,6 +12,7 @@ on GPUs where there are any, otherwise on the CPU.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import warnings
 from collections.abc import Iterator, Sequence
@@ -120,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         train(options, device)
     finally:
+        gc.collect()  # the model is in circles of references, and must not outlive the group
         distributed.destroy_process_group()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -46,5 +47,6 @@ def _in_a_process(
     torch.set_num_threads(1)
     join_group(rank, world, Path(folder))
     worker(rank, Path(folder), *args)
+    gc.collect()  # models in circles of references, which must not outlive their process group
     distributed.barrier()
     distributed.destroy_process_group()

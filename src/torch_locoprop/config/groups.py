@@ -19,8 +19,9 @@ BOOKKEEPING: dict[str, Any] = {
     "local_lr": None,  # lr of the local problem, where an outer optimizer's schedule moves lr
     "fallback": False,  # whether the group belongs to the fallback
     "steps": 0,  # steps taken so far
-    "state_of": None,  # the solver whose state there is
+    "state_of": None,  # the solver whose state there is, or EMPTY
 }
+EMPTY = "nothing"  # the states have no content
 _NO_SETTINGS = ("params", "name", "initial_lr", *BOOKKEEPING)
 
 
@@ -139,15 +140,15 @@ def restricted(groups: Iterable[Group], parameters: set[nn.Parameter]) -> list[G
 def forget_other_solvers(groups: Iterable[Group], state: MutableMapping[Any, Any]) -> None:
     """Drop the state of a solver that was replaced by another, and states without content.
 
-    Another solver could not read a state. Before the first step of a group, its states are those of
-    ``stepping/empty_state.py``.
+    Another solver could not read a state. States without content are those of
+    ``stepping/empty_state.py``, unless a saved state was loaded since.
 
     Args:
         groups: the groups of local problems.
         state: the optimizer's state by parameter.
     """
     for group in groups:
-        if group["steps"] == 0:
+        if group["state_of"] == EMPTY:
             for p in group["params"]:
                 state.pop(p, None)
         elif group["state_of"] not in (None, group["solver"]):

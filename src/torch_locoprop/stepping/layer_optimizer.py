@@ -14,6 +14,7 @@ from torch import nn
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import (
     BOOKKEEPING,
+    EMPTY,
     Group,
     check_agreement,
     check_division,
@@ -261,13 +262,19 @@ class LayerOptimizer(WithFallback):
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
             if not still or any(holds(g.any(), unknown=True) for g in gradients):
                 return False
-            for layer, own in trained.items():
-                if not any(self.state.get(p) for p in own.values()):
-                    for p, state in empty_states(layer, own, self._plan.method(layer)).items():
-                        self.state[p] = state
+            if not any(self.state.get(p) for own in trained.values() for p in own.values()):
+                self._make_empty_states(trained)
             return True
         others = [group for group in self.param_groups if group["fallback"]]
         return skipped or any(p.grad is not None for group in others for p in group["params"])
+
+    def _make_empty_states(self, trained: Trained) -> None:
+        """Give all layers states without content, for tools that load saved states into them."""
+        for layer, own in trained.items():
+            for p, state in empty_states(layer, own, self._plan.method(layer)).items():
+                self.state[p] = state
+        for group in self._local_groups():
+            group["state_of"] = EMPTY
 
     def _loss_terms(self) -> float:
         """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
