@@ -33,7 +33,7 @@ from benchmarks.mutants import Mutant, applied, mutants_of
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("paper", "solvers", "stepping", "baselines")
 TESTS = ("paper", "solvers", "config", "layers", "stepping", "recording", "reporting", "promises")
-TESTS = (*TESTS, "baselines")
+TESTS = (*TESTS, "baselines", "fuzz")
 LIMIT = 120  # seconds for the tests of one mutant
 
 

@@ -187,6 +187,7 @@ def test_no_distribution_for_a_head() -> None:
         (lambda: NaturalGradient(every=0), "Invalid every=0"),
         (lambda: FisherMahalanobis(damping=NAN), "Invalid damping=nan"),
         (lambda: FisherMahalanobis(decay=-0.1), "Invalid decay=-0.1"),
+        (lambda: FisherMahalanobis(decay=1.0), "Invalid decay=1.0"),
         (lambda: L1(strength=-1.0), "Invalid strength=-1.0"),
     ],
 )

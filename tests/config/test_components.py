@@ -68,6 +68,13 @@ def test_own_target_and_loss() -> None:
     assert_close(train(variant=own), train(variant="locoprop-m"), 1e-10)
 
 
+@pytest.mark.parametrize("solver", ["exact", "preconditioned"])
+def test_an_own_loss_without_curvature_has_no_closed_form(solver: str) -> None:
+    own = Variant("own", GradientDescent(), OwnMatching())
+    with pytest.raises(ValueError, match=f"solver='{solver}'"):
+        LocoProp(network(), variant=own, solver=solver)
+
+
 def test_own_target_with_a_built_in_loss() -> None:
     own = Variant("own", OwnMirrorDescent(), Matching())
     assert_close(train(variant=own, solver="exact"), train(solver="exact"), 1e-10)

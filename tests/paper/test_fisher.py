@@ -37,6 +37,16 @@ def test_sampling_does_not_touch_gradients_and_is_undone_by_no_grad() -> None:
         model(batch(5, 6))
 
 
+@pytest.mark.parametrize("name", ["sigmoid", "softmax", "linear"])
+def test_labels_of_sequences_are_those_of_their_rows(name: str) -> None:
+    a = 3 * torch.randn(4, 5, 6, dtype=torch.float64)
+    of_sequences, of_rows = (
+        sampled_output_gradient(transfers.get(name), each, torch.Generator().manual_seed(0))
+        for each in (a, a.flatten(0, 1))
+    )
+    assert torch.equal(of_sequences.flatten(0, 1), of_rows)
+
+
 def test_running_fisher_and_refresh() -> None:
     """The Fisher matrix is sampled in steps 0 and 2 only and averaged with weight ½."""
     model = network()

@@ -166,6 +166,7 @@ def held_of_rows(layer: nn.Module, x: Tensor, steps: int = 3, **options: Any) ->
         ({"variant": "locoprop-m"}, [ROWS * 64, SQUARE, SQUARE]),  # once it is known to take S
         ({"variant": "locoprop-m", "solver": CLOSED_FORM}, [ROWS * 64, SQUARE, SQUARE]),
         ({"variant": "locoprop-s", "solver": "exact"}, [2 * SQUARE] * 3),  # in float64
+        ({"variant": "locoprop-s", "solver": Exact(every=2, damping=1e-3)}, [SQUARE, 0, SQUARE]),
         ({"variant": "locoprop-s", "local_steps": 1}, [0] * 3),
         ({"variant": "locoprop-m", "local_steps": 1}, [0] * 3),
         ({"variant": "locoprop-s", "every": 2}, [SQUARE, 0, SQUARE]),

@@ -154,6 +154,14 @@ def test_max_slope_bounds_the_hessian(transfer: Transfer) -> None:
     assert largest.max() <= transfer.max_slope * (1 + 1e-12)
 
 
+@each_bounded
+def test_max_slope_is_reached(transfer: Transfer) -> None:
+    """A larger bound would make steps shorter than they may be."""
+    if transfer.elementwise:
+        a = torch.linspace(-60, 60, 24001, dtype=torch.float64)
+        assert transfer.derivative(a).max() > 0.999 * transfer.max_slope
+
+
 def test_softmax_reaches_half_and_sigmoid_a_quarter() -> None:
     """The bounds are no larger than they must be."""
     two = Softmax().derivative(torch.tensor([0.0, 0.0, -50.0], dtype=torch.float64))

@@ -274,6 +274,14 @@ def test_values_out_of_range(options: dict[str, Any], message: str) -> None:
         Spectral(**options)
 
 
+def test_values_at_the_ends_of_their_ranges() -> None:
+    solver = Spectral(every=1, averaging=0.0, agreement=0.0)
+    assert all(solver.use_of_rows(1, number, {}, 3).square for number in range(30))
+    widest, wider = (solver.use_of_rows(1, 0, {}, columns) for columns in (8192, 8193))
+    assert widest.square
+    assert not wider.is_any
+
+
 @pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-s", "pocoprop-m"])
 def test_variants_with_a_transfer_are_refused(variant: str) -> None:
     with pytest.raises(ValueError, match="no closed form for solver='spectral'"):

@@ -72,6 +72,32 @@ def test_gradients_of_zero_raise_unless_rates_are_zero_too() -> None:
         opt.step()
 
 
+def test_one_rate_of_zero_is_no_reason_to_skip_a_step() -> None:
+    model = network()
+    groups = [{"params": list(model[0].parameters()), "lr": 0.0}]
+    groups.append({"params": list(model[2:].parameters())})
+    opt = made(model, param_groups=groups)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="No layer recorded"):
+        opt.step()
+
+
+def test_a_layer_of_which_only_the_bias_is_used_elsewhere() -> None:
+    """Its weight has a gradient of zero; its bias takes a BackProp step."""
+    model = normed()
+    model.add_module("unused", nn.Linear(3, 3).double())
+    opt = made(model, solver="sgd", momentum=0.0, layers=["0", "unused"])
+    before = weights(model.unused)
+    hidden = model[:4](batch(8, 6))
+    loss = (hidden + model.unused.bias + 0 * model.unused.weight.sum()).square().mean()
+    loss.backward()
+    gradient = model.unused.bias.grad.clone()
+    with pytest.warns(UserWarning, match="'unused' has a gradient, but its forward was not called"):
+        opt.step()
+    assert_close(weights(model.unused), [before[0], before[1] - 1e-2 * 2.0 * gradient])
+
+
 def test_distributed_checkpoints_ask_for_a_state_and_give_it_back() -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
