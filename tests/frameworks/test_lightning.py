@@ -65,7 +65,7 @@ def plain(module: ModuleType, epochs: int, clip: float | None = None) -> list[Te
             opt.zero_grad()
             losses.append(loss.item())
         schedule.step()
-    assert losses[-1] < losses[0]
+    assert losses[-1] < 0.85 * losses[0]
     return weights(model)
 
 

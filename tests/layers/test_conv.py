@@ -394,6 +394,7 @@ def test_making_an_optimizer_leaves_a_spectral_norm_as_it_is() -> None:
 
 @pytest.mark.parametrize("solver", ["rmsprop", "adam", "exact"])
 def test_training_lowers_the_loss(solver: str) -> None:
+    """From 0.73 in 30 steps; SGD at its best of five rates gets to 0.611 in as many."""
     torch.manual_seed(0)
     network = nn.Sequential(
         nn.Conv2d(4, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 8, 3, groups=2), nn.ReLU(),
@@ -402,11 +403,10 @@ def test_training_lowers_the_loss(solver: str) -> None:
     x = images(2, samples=16, size=7)
     lr = 0.1 if solver == "exact" else 1e-3
     opt = LocoProp(network, lr=lr, momentum=0.9, solver=solver, output_transfer="sigmoid")
-    first = loss_of(network, x).item()
+    assert loss_of(network, x).item() > 0.725
     for _ in range(30):
         loss_of(network, x).backward()
         opt.step()
         opt.zero_grad()
-    assert loss_of(network, x).item() < first
-    state = opt.state_dict()
-    opt.load_state_dict(state)
+    assert loss_of(network, x).item() < 0.622
+    opt.load_state_dict(opt.state_dict())
