@@ -432,6 +432,22 @@ def test_groups_with_schedules_of_their_own(apart: bool) -> None:
     assert_close(weights(model), weights(plain))
 
 
+def test_entries_of_a_gradient_that_are_not_finite_stay() -> None:
+    """The local solution is not finite, and the outer optimizer gets the gradient as far as it is."""
+    model = network()
+    opt = loco(model, lambda ps: torch.optim.SGD(ps, lr=0.1))
+    cross_entropy(model(batch(8, 6)), batch(8, 3, seed=1)).backward()
+    first = model[0].weight
+    for entry, bad in enumerate((torch.inf, -torch.inf, torch.nan)):
+        first.grad[0, entry] = bad
+    expected = first.detach().clone()
+    expected[:, 3:] -= 0.1 * first.grad[:, 3:]
+    expected[1:, :3] -= 0.1 * first.grad[1:, :3]
+    with pytest.warns(UserWarning, match="not finite"):
+        opt.step()
+    assert_close([first.detach()], [expected])
+
+
 def test_an_outer_group_without_parameters() -> None:
     model, plain = network(), network()
     opt = loco(model, lambda ps: torch.optim.SGD([{"params": ps}, {"params": []}], lr=0.1))
