@@ -35,7 +35,9 @@ def _config() -> tiny.RunConfig:
 def test_fifty_kills_change_nothing(tmp_path: Path) -> None:
     # A server that has imported torch once forks every process: a start takes milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_locoprop.study.training.runner", "pytest"])
+    context.set_forkserver_preload(
+        ["torch_locoprop.study.training.runner", "pytest", "torch._dynamo"]
+    )
     moments = random.Random(0)
     folders = [tmp_path / "0"]
     kills = 0

@@ -53,7 +53,9 @@ def search(folder: str, method: str, trials: int, epoch: int | None, reached: Ev
 def context() -> ForkServerContext:
     """A server that has imported torch forks every process, which takes milliseconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch_locoprop.study.tuning.search", "pytest"])
+    context.set_forkserver_preload(
+        ["torch_locoprop.study.tuning.search", "pytest", "torch._dynamo"]
+    )
     return context
 
 
