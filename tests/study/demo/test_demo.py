@@ -1,19 +1,23 @@
 """The demo at a tiny size: its output and figure, and that a seed repeats it."""
 
 import json
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import typer
 from matplotlib.image import imread
 
 from torch_locoprop.study.demo import run
+from torch_locoprop.study.demo.figure import verdict
 from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.run_result import RunResult
 
-NAMES = ["LocoProp-M", "LocoProp-S", "RMSProp", "Adam"]
+NAMES = ["LocoProp", "Muon", "RMSProp", "Adam"]
 
 
 def tiny_demo(out: Path, seed: int = 0) -> dict[str, RunResult]:
@@ -37,6 +41,9 @@ def test_writes_figure_table_and_lines(tmp_path: Path, capsys: pytest.CaptureFix
         assert f"{name:<10}  epoch 2/2" in text
         assert not result.folder.exists(), "nothing but the figure stays"
     assert str(out) in text
+    best = min(results, key=lambda name: results[name].metrics[-1].train_loss)
+    assert f"By the epoch {best} is ahead" in text
+    assert "By the clock" in text
 
 
 def test_a_seed_repeats_the_losses_exactly_and_another_is_another_task(tmp_path: Path) -> None:
@@ -94,7 +101,27 @@ def test_the_settings_are_the_winners_of_the_search() -> None:
     record = json.loads(path.read_text())
     assert record["epochs"] == run.EPOCHS
     for name, settings in run.TUNED.items():
-        trials = record["methods"][label(name)]
+        trials = record["methods"][name]
         assert len(trials) == record["trials"]
         finite = [trial for trial in trials if trial["train_loss"] is not None]
         assert settings == min(finite, key=lambda trial: trial["train_loss"])["setting"]
+
+
+def test_the_verdict_names_who_is_ahead() -> None:
+    def ran(method: str, seconds: list[float], losses: list[float], diverged: bool = False) -> Any:
+        rows = [
+            SimpleNamespace(seconds=at, train_loss=loss)
+            for at, loss in zip(seconds, losses, strict=True)
+        ]
+        config = SimpleNamespace(method=method, epochs=2)
+        return SimpleNamespace(config=config, metrics=rows, diverged=diverged)
+
+    slow = ran("general", [0.0, 2.0, 4.0], [9.0, 5.0, 1.0])
+    quick = ran("adam", [0.0, 1.0, 2.5], [9.0, 6.0, 4.0])
+    gone = ran("muon", [0.0, 1.0, 2.0], [9.0, 3.0, math.nan], diverged=True)
+    assert verdict([slow, quick]) == (
+        "By the epoch LocoProp is ahead: 1.0 after 2 epochs. "
+        "By the clock Adam is ahead: 4.0 after 2.5 s."
+    )
+    assert "By the epoch LocoProp" in verdict([slow, quick, gone])
+    assert "By the clock LocoProp is ahead: 5.0 after 2.0 s." in verdict([slow, quick, gone])

@@ -1,5 +1,6 @@
 """The figure of the demo: losses by epoch and by seconds, and reconstructed images."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,10 +18,29 @@ from torch_locoprop.study.figures import style
 from torch_locoprop.study.methods import colour, label
 from torch_locoprop.study.models.autoencoder import entropy
 from torch_locoprop.study.training.run_folder import RunFolder
-from torch_locoprop.study.training.run_result import RunResult
+from torch_locoprop.study.training.run_result import RunResult, ranked
 
 COLUMNS = 16
 """The largest number of test images shown."""
+
+
+def verdict(results: Sequence[RunResult]) -> str:
+    """Return who has the lowest train loss after all epochs, and when the first method has ended."""
+    epochs = results[0].config.epochs
+    best = ranked(results)[0]
+    seconds = min(each.metrics[-1].seconds for each in results)
+    quick = min(results, key=lambda each: _loss_after(each, seconds))
+    return (
+        f"By the epoch {label(best.config.method)} is ahead: {best.metrics[-1].train_loss:.1f} after "
+        f"{epochs} epochs. By the clock {label(quick.config.method)} is ahead: "
+        f"{_loss_after(quick, seconds):.1f} after {seconds:.1f} s."
+    )
+
+
+def _loss_after(result: RunResult, seconds: float) -> float:
+    """Return the train loss of the last epoch that had ended by then; infinity for a diverged run."""
+    ended = [row.train_loss for row in result.metrics if row.seconds <= seconds]
+    return math.inf if result.diverged else ended[-1]
 
 
 def draw(path: Path, results: Sequence[RunResult], data: Dataset) -> None:
@@ -30,6 +50,7 @@ def draw(path: Path, results: Sequence[RunResult], data: Dataset) -> None:
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=[1.2, 1]).flat
     _curves(above, results, floor=entropy(data.train))
     _gallery(below, results, data.test[:COLUMNS])
+    figure.suptitle(verdict(results), fontsize=10, x=0.02, ha="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 

@@ -1,4 +1,4 @@
-"""LocoProp's spectral step: the closed form of LocoProp-S with a bounded spectral norm."""
+"""LocoProp's spectral step: with the defaults of ``LocoProp(model)``, and at its full length."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
+from torch_locoprop.config.presets import PRESETS
 from torch_locoprop.solvers import Spectral
 from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
-from torch_locoprop.study.methods.search_space import SHORT_AVERAGE, Span
+from torch_locoprop.study.methods.search_space import AVERAGE, SHORT_AVERAGE, Span
 
 _OF_SOLVER = ("every", "averaging", "damping", "fall", "agreement")
 
@@ -18,6 +19,19 @@ def _build(model: nn.Module, settings: Settings) -> Optimizer:
     solver = Spectral(**{name: settings[name] for name in _OF_SOLVER})
     return LocoProp(model, preset="spectral", solver=solver, **own)
 
+
+register(
+    Method(
+        "general",
+        lambda model, settings: LocoProp(model, preset="general", **settings),
+        {name: PRESETS["general"].settings[name] for name in ("lr", "momentum", "decay")},
+        "the defaults of LocoProp(model)",
+        label="LocoProp",
+        colour="#1668c7",
+        marker="$L$",
+        space={"lr": Span(1e-3, 0.1), "momentum": SHORT_AVERAGE, "decay": AVERAGE},
+    )
+)
 
 register(
     Method(
