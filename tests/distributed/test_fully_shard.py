@@ -16,6 +16,7 @@ from sharded_cases import (
     M,
     S,
     batch_bounds,
+    loss_of,
     make_optimizer,
     network,
     sharded,
@@ -101,6 +102,7 @@ def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
     _mixed_precision(rank)
     _the_state_of_one_process(rank)
     _a_layer_that_is_not_sharded()
+    _rows_that_stand_for_others(rank)
 
 
 def _no_rows_in_one_process(rank: int) -> None:
@@ -201,6 +203,35 @@ def _a_layer_that_is_not_sharded() -> None:
     model(x).sum().backward()
     with pytest.warns(UserWarning, match="drift apart"):
         opt.step()
+
+
+def _rows_that_stand_for_others(rank: int) -> None:
+    """Of equal rows, ``max_rows`` keeps some that count for all: the problem stays the same.
+
+    In a mean over rows, processes with unequal numbers of rows count equally. In one process, these are
+    equal numbers of rows with unequal losses.
+    """
+    first, second = torch.rand(2, 1, 6, generator=torch.Generator().manual_seed(3)).double()
+    own = first.expand(8, 6) if rank == 0 else second.expand(4, 6)
+    for settings in (M, S, {**M, "local_reduction": "mean"}, {**S, "local_reduction": "mean"}):
+        counts = (6, 6) if "local_reduction" in settings else (8, 4)
+        both = [
+            (first.expand(counts[0], 6), 8 / counts[0]),
+            (second.expand(counts[1], 6), 4 / counts[1]),
+        ]
+        whole, several = network("smooth"), sharded(Case(), network("smooth"))
+        one = make_optimizer(Case(settings), whole)
+        other = make_optimizer(Case({**settings, "max_rows": 3}), several)
+        for _ in range(2):
+            out = whole(torch.cat([x for x, _ in both])).split(counts)
+            losses = [w * loss_of(Case(), a, x) for a, (x, w) in zip(out, both, strict=True)]
+            (losses[0] + losses[1]).backward()  # type: ignore[no-untyped-call]
+            (2 * loss_of(Case(), several(own), own)).backward()  # type: ignore[no-untyped-call]
+            for opt in (one, other):
+                opt.step()
+                opt.zero_grad()
+        for p, q in zip(whole.parameters(), whole_tensors(several), strict=True):
+            torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-10)
 
 
 # ---- one process with shards: what is refused, and what is said -----------------------------------
