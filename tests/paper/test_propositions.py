@@ -45,6 +45,7 @@ def matching_problem(
     )
 
 
+@pytest.mark.filterwarnings("ignore:The first step changes the weights")  # hardly any damping
 @pytest.mark.parametrize("output_transfer", ["sigmoid", "softmax", "linear"])
 def test_proposition_1_natural_target_and_exact_solve_give_the_kfac_update(
     output_transfer: str,
