@@ -1,6 +1,7 @@
 """What every test starts from: settings that torch reads when it loads, a seed, the command line."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 # Some processors announce bfloat16 instructions that then fail; oneDNN reads this when torch loads.
@@ -15,6 +16,14 @@ import torch
 @pytest.fixture(autouse=True)
 def _same_random_numbers() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Forget compiled code before and after: what other tests compiled counts towards its limit."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
 
 
 @pytest.fixture

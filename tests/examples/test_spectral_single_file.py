@@ -144,6 +144,7 @@ def test_resumed_steps_have_the_same_bits(stop: int) -> None:
     assert_equal(train(second, resumed, range(stop, 25)), expected, 0.0)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_passes_record_the_same() -> None:
     ours, theirs = model(), model()
     opt = EXAMPLE.Spectral(ours.modules())

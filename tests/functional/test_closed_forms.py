@@ -180,6 +180,7 @@ def test_states_of_half_precision_are_float32() -> None:
     assert {entry.dtype for entry in state.values()} == {torch.float32}
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_compiles_without_graph_breaks(name: str) -> None:
     grad, gram = given(2, 4, 6)

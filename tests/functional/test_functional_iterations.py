@@ -188,6 +188,7 @@ def test_half_precision_is_computed_in_float32(which: int) -> None:
     assert torch.equal(found, expected.bfloat16())
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("which", [0, 1])
 def test_compiles_without_graph_breaks(which: int) -> None:
     given = random(4, 5), random(9, 5, seed=1), random(4, 5, seed=2)
@@ -196,6 +197,7 @@ def test_compiles_without_graph_breaks(which: int) -> None:
     torch.testing.assert_close(compiled(*given), function(*given))
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_compiled_with_a_state_and_a_rate_on_the_device() -> None:
     grad, gram = random(4, 6), torch.eye(6, dtype=torch.float64)
 

@@ -135,6 +135,7 @@ def test_checkpointing_counts_once(reentrant: bool) -> None:
     assert_close(recorder.take(), right)
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models(backend: str) -> None:
     model = network()
@@ -163,6 +164,7 @@ def test_compiled_models(backend: str) -> None:
     compiled(x).sum().backward()  # the compiled graph runs on, without the recorder
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 def test_a_recorder_made_after_the_first_compiled_call_says_so() -> None:
     model = network()
     compiled = torch.compile(model, fullgraph=True, backend="eager")

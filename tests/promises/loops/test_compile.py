@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -37,17 +37,11 @@ recent = pytest.mark.skipif(
 )
 
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     # From within the compiler: of tensors that pass from one graph to the next, and of its own parts.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def run(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,16 +27,10 @@ TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 each = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 pytestmark = [
+    pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def make(**options: Any) -> tuple[nn.Sequential, LocoProp]:
