@@ -1,6 +1,7 @@
-"""What every test starts from: settings that torch reads when it loads, a seed, the command line."""
+"""What all tests share: settings that torch reads when it loads, a seed, the command line."""
 
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import pytest
 import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse test names that differ between processes, which pytest-xdist could not distribute."""
+    for item in items:
+        if re.search(r" at 0x[0-9a-f]{4}", item.nodeid):
+            raise pytest.UsageError(f"{item.nodeid}: give this test ids without addresses.")
 
 
 @pytest.fixture(autouse=True)

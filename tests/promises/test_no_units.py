@@ -123,7 +123,7 @@ def test_a_loss_of_any_scale_trains() -> None:
         {"output_transfer": "sigmoid"},
         {"output_transfer": "softmax"},
     ],
-    ids=str,
+    ids=["mean", "sum", "function", "lambda", "sigmoid", "softmax"],
 )
 @pytest.mark.parametrize("model", MODELS)
 def test_naming_the_loss_changes_nothing(model: str, given: dict[str, Any]) -> None:
