@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import random
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -125,7 +126,8 @@ def test_each_sampler_is_what_its_name_says(
 
     monkeypatch.setattr(optuna.Study, "ask", seen)
     search(tmp_path, trials=2, sampler=sampler)
-    assert asked == [kind, kind]
+    # A new trial is drawn in a copy of the search, then taken from the queue.
+    assert asked == [kind, optuna.samplers.RandomSampler] * 2
 
 
 def test_the_folder_of_a_run_is_not_that_of_a_search(tmp_path: Path) -> None:
@@ -249,6 +251,38 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(method: str, tmp_pa
     for mine, other in zip(part.trials, whole.trials, strict=True):
         assert mine["settings"] == other["settings"]
         assert mine["train_loss"] == other["train_loss"]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_end_after_any_write_changes_nothing(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a population some trials have results, others have been drawn or not yet."""
+    base = tiny.config("adam", epochs=8, warmup_epochs=1)
+    options: dict[str, Any] = {"trials": 20, "population": 3, "ranges": {"lr": "1e-3:1e2"}}
+    whole = search(tmp_path / "whole", base, **options).trials
+    assert {"complete", "pruned"} <= {trial["state"] for trial in whole}
+    moments, left = random.Random(seed), [0]
+    write = JournalFile.append_logs
+
+    def some_writes(self: JournalFile, logs: list[dict[str, Any]]) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StopError
+        write(self, logs)
+
+    monkeypatch.setattr(JournalFile, "append_logs", some_writes)
+    ends = 0
+    while True:
+        left[0] = moments.randint(1, 60)
+        try:
+            part = search(tmp_path / "part", base, **options).trials
+            break
+        except StopError:
+            ends += 1
+    assert ends > 3
+    for mine, other in zip(part, whole, strict=True):
+        assert mine == {**other, "seconds": mine["seconds"]}
 
 
 def test_a_finished_search_does_nothing_and_more_trials_are_added(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.exceptions import ExperimentalWarning
-from optuna.samplers import BaseSampler, GPSampler, TPESampler
+from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, Trial, TrialState
 
@@ -65,6 +65,7 @@ class Journal:
             study_name=name,
             storage=self._storage,
             load_if_exists=True,
+            sampler=RandomSampler(),  # its trials come from the queue, with all parameters
             pruner=optuna.pruners.MedianPruner(STARTUP, n_min_trials=STARTUP // 2),
         )
 
@@ -83,16 +84,22 @@ class Journal:
 
     def ask(self, worker: str) -> Trial:
         """Return the first trial of the queue, or a new one, and store this process as its owner."""
-        # Each trial has a seed of its own, so two processes draw different settings, and an
-        # interrupted search draws the same settings as an uninterrupted one.
-        trials = self.trials()
-        queue = (trial.number for trial in trials if trial.state == TrialState.WAITING)
-        number = next(queue, len(trials))
-        seed = hashlib.sha256(f"{self._seed}/{number}".encode()).digest()[:4]
-        self._study.sampler = SAMPLERS[self._sampler](int.from_bytes(seed))
+        if all(trial.state != TrialState.WAITING for trial in self.trials()):
+            # Stored by one write: a process that ends while it draws leaves no half-drawn trial.
+            self._study.enqueue_trial(self._drawn(), user_attrs={"worker": worker})
         trial = self._study.ask(self._distributions)
         trial.set_user_attr("worker", worker)
         return trial
+
+    def _drawn(self) -> dict[str, Any]:
+        """Return the parameters of the next new trial."""
+        # Each trial has a seed of its own, so two processes draw different settings, and an
+        # interrupted search draws the same settings as an uninterrupted one.
+        trials = self.trials()
+        seed = hashlib.sha256(f"{self._seed}/{len(trials)}".encode()).digest()[:4]
+        copy = optuna.create_study(sampler=SAMPLERS[self._sampler](int.from_bytes(seed)))
+        copy.add_trials(trials)
+        return copy.ask(self._distributions).params
 
     def belongs_to(self, worker: str, trial: Trial) -> bool:
         """Return True unless another process has taken the trial over."""
@@ -112,10 +119,15 @@ class Journal:
         """Report the value of an epoch and return True if the trial is to be pruned."""
         if self._first_pruned is None or epoch < self._first_pruned:
             return False
-        reported = self.trials()[trial.number].intermediate_values
-        if epoch not in reported:  # a trial that was put back repeats its first epochs
+        stored = self.trials()[trial.number]
+        if epoch <= stored.user_attrs.get("passed", 0):
+            return False  # a trial that was put back repeats epochs that did not end it
+        if epoch not in stored.intermediate_values:
             trial.report(value, epoch)
-        return trial.should_prune()
+        pruned = trial.should_prune()
+        if not pruned:
+            trial.set_user_attr("passed", epoch)
+        return pruned
 
     def tell(self, trial: Trial, result: Mapping[str, Any], value: float | None) -> None:
         """Store the result of a trial; a value of None means that it was pruned."""

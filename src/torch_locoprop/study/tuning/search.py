@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,23 @@ POLL_SECONDS = 1.0
 def first_pruned(base: RunConfig) -> int:
     """Return the first epoch at which a trial may be pruned, after the warm-up and some epochs."""
     return min(base.warmup_epochs, base.epochs // 2) + max(base.epochs // 10, 1)
+
+
+def _next(states: Sequence[TrialState], population: int) -> int:
+    """Return how many trials to take: those of a begun population, or a new one.
+
+    Trials are drawn by populations, 0 to K − 1, K to 2K − 1, and so on. Waiting trials of a begun
+    population come first: a new one that was drawn together with them would be drawn with other
+    results known than in a search that was not interrupted.
+
+    Args:
+        states: the states of all trials.
+        population: K.
+    """
+    waiting = [number for number, state in enumerate(states) if state == TrialState.WAITING]
+    first = waiting[0] if waiting else len(states)
+    end = (first // population + 1) * population
+    return sum(number < end for number in waiting) + max(end - len(states), 0)
 
 
 class _PrunedError(Exception):
@@ -83,7 +100,7 @@ class Search:
         running = states.count(TrialState.RUNNING)
         room = self.trials - finished - running
         at_once = 1 if method_of(self.base) is None else self.population
-        asked = [self.journal.ask(self.worker) for _ in range(min(room, at_once))]
+        asked = [self.journal.ask(self.worker) for _ in range(min(room, _next(states, at_once)))]
         self._save()
         return asked, running if finished < self.trials else 0
 
