@@ -29,7 +29,7 @@ from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_inspection import transfer_inside
 from torch_locoprop.recording.model_scan import scan
-from torch_locoprop.reporting.summary import table, unserved_row
+from torch_locoprop.reporting.summary import HEADER, table, unserved_row
 from torch_locoprop.stepping.build_problem import decayed
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback, check_recorded
 
@@ -216,7 +216,8 @@ class KFAC(WithFallback):
         rows += [unserved_row(module, type(self._fallback).__name__) for module in self._unserved]
         total = sum(p.numel() for p in self._model.parameters())
         served = sum(p.numel() for p in self.param_groups[0]["params"])
-        return table(rows, f"{len(rows)} modules; {served:,} of {total:,} parameters by K-FAC")
+        last = f"{len(rows)} modules; {served:,} of {total:,} parameters by K-FAC"
+        return f"{table(rows, HEADER)}\n\n{last}"
 
     # ---- torch.optim's contract ----------------------------------------------------------------
 
