@@ -88,10 +88,10 @@ def test_summary_shows_them_from_the_first_step_on() -> None:
     opt.step()
     shown = opt.summary()
     header, _, *rows = shown.partition("The first step: ")[2].splitlines()[2:]
-    assert header.split() == ["layer", "target", "outputs", "weights"]
+    assert header.split() == ["first", "step", "target", "outputs", "weights"]
     for row, layer, step in zip(rows, opt._layers, first_steps(opt), strict=True):
         numbers = (step.target, step.outputs, step.weights)
-        assert row.split() == [layer.name, *(f"{x:.1g}" for x in numbers)]
+        assert row.split() == ["in", layer.name, *(f"{x:.1g}" for x in numbers)]
     opt.zero_grad()
     loss_of(model).backward()
     opt.step()
@@ -100,8 +100,8 @@ def test_summary_shows_them_from_the_first_step_on() -> None:
 
 def test_the_spectral_step_has_no_target() -> None:
     row = stepped(network()).summary().splitlines()[-1]
-    name, target, outputs, weights = row.split()
-    assert (name, target) == ("4", "–")
+    *names, target, outputs, weights = row.split()
+    assert (names, target) == (["in", "4"], "–")
     assert float(outputs) > 0
     assert float(weights) > 0
 

@@ -17,7 +17,7 @@ from torch_locoprop.stepping.layer_part import WHOLE, part_of
 from torch_locoprop.stepping.method import LayerPlan, Plan
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
-FIRST_STEP_HEADER = ("layer", "target", "outputs", "weights")
+FIRST_STEP_HEADER = ("first step", "target", "outputs", "weights")
 FIRST_STEP = (
     "The first step: distance of the target over the size of the activations, change of the outputs\n"
     "over their size, change of the weight over its size."
@@ -124,7 +124,7 @@ def first_steps(layers: Sequence[LayerRecord]) -> str:
     """
     found = [(layer.name, layer.first_step) for layer in layers]
     rows = [
-        (name or "(model)", *(_short(x) for x in (step.target, step.outputs, step.weights)))
+        (f"in {name or '(model)'}", *(_short(x) for x in (step.target, step.outputs, step.weights)))
         for name, step in found
         if isinstance(step, FirstStep)
     ]
