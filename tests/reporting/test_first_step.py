@@ -131,7 +131,7 @@ def test_gradients_that_were_scaled_count_as_the_step_sees_them() -> None:
     [
         ({"preset": "paper-m"}, 1e-4, r"targets are .* too near\. Try gamma=[1-9]"),
         ({"preset": "paper-s", "gamma": 1e9}, 1.0, r"targets are .* too far\. Try gamma=[0-9]"),
-        ({"lr": 1e-5}, 1.0, r"weights by .* too little\. Try lr=0\.[0-9]"),
+        ({"lr": 1e-8}, 1.0, r"weights by .* too little\. Try lr=0\.[0-9]"),
         ({"lr": 50.0}, 1.0, r"weights by .* too much\. Try lr=0\.[0-9]"),
         ({"solver": "sgd", "lr": 1e4}, 1.0, r"too much\. Try lr="),
     ],
@@ -165,6 +165,48 @@ def test_a_warm_up_is_judged_at_its_full_rate() -> None:
     loss_of(model).backward()
     opt.step()
     assert first_steps(opt)[0].weights < 1e-4
+
+
+@pytest.mark.parametrize("lr", [1e-3, 1e-4, 1e-5])
+def test_rates_of_fine_tuning_are_not_judged(lr: float) -> None:
+    stepped(network(), lr=lr)
+
+
+def test_weights_that_begin_near_zero_are_not_judged() -> None:
+    """An entry moves by about 0.2 lr, however small it is."""
+    model = nn.Linear(6, 3, dtype=torch.float64)
+    nn.init.normal_(model.weight, std=1e-5)
+    (found,) = first_steps(stepped(model))
+    assert found.weights > 10
+
+
+def test_a_step_within_a_cap_is_not_judged() -> None:
+    stepped(network(), cap=1e-8)
+
+
+@pytest.mark.parametrize("change", ["zero", "frozen"])
+def test_one_unusual_layer_does_not_hide_the_others(change: str) -> None:
+    model = network()
+    if change == "zero":
+        nn.init.zeros_(model[2].weight)
+    else:
+        model[0].weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match="weights by .* too much"):
+        stepped(model, lr=1e3)
+
+
+def test_each_group_is_judged_and_named() -> None:
+    model = network()
+    rates = (1e-8, 1e3, 0.03)
+    layers = [module for module in model if isinstance(module, nn.Linear)]
+    groups = [
+        {"params": list(layer.parameters()), "lr": lr}
+        for layer, lr in zip(layers, rates, strict=True)
+    ]
+    with pytest.warns(UserWarning, match="Parameter group") as found:
+        stepped(model, param_groups=groups)
+    told = [str(warning.message).split(" (median")[0] for warning in found]
+    assert [text.split(":")[0] for text in told] == ["Parameter group 0", "Parameter group 1"]
 
 
 def test_a_rate_of_zero_is_not_judged() -> None:

@@ -24,7 +24,10 @@ from torch_locoprop.solvers import Solver
 
 # Of the median layer: the range of sensible ratios, and the ratio that a suggested value aims at.
 TARGET_RANGE, GOOD_TARGET = (1e-4, 1e6), 1e-2
-SPECTRAL_RANGE, GOOD_SPECTRAL_MOVE = (1e-4, 10.0), 0.1
+SPECTRAL_RANGE, GOOD_SPECTRAL_MOVE = (1e-6, 10.0), 0.1  # fine-tuning and warm-ups take small steps
+SENSIBLE_SPECTRAL_RATE = (
+    0.1  # entries move by about 0.2 lr: only weights near zero move far relative
+)
 LARGEST_MOVE, GOOD_MOVE = (
     100.0,
     0.01,
@@ -81,7 +84,8 @@ def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver)
 
     The median over the layers decides: the settings are those of all layers, and single layers may
     begin at weights of zero. A step in a warm-up is judged as a step at the full learning rate.
-    Solutions that are not finite are not judged: another warning names them.
+    Solutions that are not finite are not judged: another warning names them. Nor are steps with
+    ``cap``, which bounds them.
 
     Args:
         steps: the first steps of the layers of a group.
@@ -89,7 +93,7 @@ def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver)
         solver: its solver.
     """
     steps = list(steps)
-    if any(not math.isfinite(step.weights) for step in steps):
+    if any(math.isnan(step.weights) and math.isnan(step.outputs) for step in steps):
         return ""
     lr = float(group["lr"])
     full = float(group.get("initial_lr", lr)) / lr if lr > 0 else 0.0
@@ -105,7 +109,9 @@ def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver)
         )
     spectral = "gamma" in solver.ignores
     low, high = SPECTRAL_RANGE if spectral else (0.0, LARGEST_MOVE)
-    if moved is None or full == 0 or low <= moved <= high:
+    if moved is None or full == 0 or low <= moved <= high or group["cap"] is not None:
+        return ""
+    if spectral and moved > high and lr * full <= SENSIBLE_SPECTRAL_RATE:
         return ""
     value = lr * full * (GOOD_SPECTRAL_MOVE if spectral else GOOD_MOVE) / moved
     return (
