@@ -279,7 +279,8 @@ class LocoProp(LayerOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this optimizer, of its fallback and of its outer optimizer."""
-        state = {**super().state_dict(), "counts": self._counts()}
+        own = {"counts": self._counts(), "structure": self._structure()}
+        state = {**super().state_dict(), **own}
         return state if self._outer is None else {**state, "outer": self._outer.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -154,6 +154,24 @@ def test_a_state_that_draws_labels_is_refused_where_the_loss_is_not_known() -> N
     assert other.param_groups[0]["variant"] == "locoprop-m"
 
 
+def test_a_state_of_other_shapes_is_refused() -> None:
+    small, large = nn.Linear(3, 2), nn.Linear(3, 4)
+    state = LocoProp(large).state_dict()
+    with pytest.raises(
+        ValueError, match="another model: its parameter 0 is 4×3, and here it is 2×3"
+    ):
+        LocoProp(small).load_state_dict(state)
+
+
+def test_a_state_of_another_fallback_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
+    state = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).state_dict()
+    opt = LocoProp(model, fallback=torch.optim.AdamW)
+    with pytest.raises(ValueError, match=r"fallback of type SGD, .* has a AdamW"):
+        opt.load_state_dict(state)
+    assert opt.param_groups[1]["lr"] == 1e-3
+
+
 def test_a_state_of_another_optimizer_is_refused() -> None:
     model, opt = make({"lr": 1e-3})
     with pytest.raises(ValueError, match="not the state dict of a LocoProp optimizer"):

@@ -108,6 +108,28 @@ def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
         )
 
 
+def check_structure(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` if a state was saved with other shapes or another kind of fallback.
+
+    Args:
+        saved: the structure in the state dict; empty in those of early versions.
+        here: the structure of this optimizer.
+    """
+    pairs = zip(saved.get("shapes", []), here["shapes"], strict=False)
+    for number, (before, now) in enumerate(pairs):
+        if before != now:
+            raise ValueError(
+                f"The state dict is that of another model: its parameter {number} is {before}, and "
+                f"here it is {now}."
+            )
+    fallback = saved.get("fallback", here["fallback"])
+    if fallback != here["fallback"]:
+        raise ValueError(
+            f"The state dict has the state of a fallback of type {fallback}, and this optimizer has a "
+            f"{here['fallback']}. Give the same fallback= as before."
+        )
+
+
 def warn_of_ignored(
     groups: Iterable[Mapping[str, Any]], checked: Iterable[Group], local: set[nn.Parameter]
 ) -> None:

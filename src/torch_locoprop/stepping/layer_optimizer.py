@@ -19,6 +19,7 @@ from torch_locoprop.config.groups import (
     check_agreement,
     check_division,
     check_predictive,
+    check_structure,
     checked_group,
     restricted,
     warn_of_ignored,
@@ -191,8 +192,11 @@ class LayerOptimizer(WithFallback):
                     layer.first_step = first_step.on_host(layer.first_step)
                     steps.append(layer.first_step)
             told = first_step.advice(steps, group, self._components.solver(group))
+            if told and len(self._local_groups()) > 1:
+                number = next(i for i, own in enumerate(self.param_groups) if own is group)
+                told = f"Parameter group {number}: {told}"
             if told:
-                self._notices.once("first step", f"{told} print(opt.summary()) shows each layer.")
+                self._notices.once(told, f"{told} print(opt.summary()) shows each layer.")
 
     def _warn_of_skipped(self) -> None:
         """Warn of updates that were skipped as not finite; on a GPU, look every hundred steps."""
@@ -219,7 +223,8 @@ class LayerOptimizer(WithFallback):
 
     def _drifts(self) -> bool:
         """Return True if several processes solve problems of their own, which no DDP averages."""
-        if self._hooks.processes is not None or all(layer.shards for layer in self._layers):
+        shards = [layer.shards for layer in self._layers]
+        if self._hooks.processes is not None or all(s and not s.same_inputs for s in shards):
             return False
         several = ddp.are_several() and self._plan.has_curvature()
         return several and not ddp.is_tensor_parallel(self._model)
@@ -364,8 +369,14 @@ class LayerOptimizer(WithFallback):
             if not group["fallback"]:
                 self._check_loaded_group({**self.defaults, **group})
         check_division(state_dict["param_groups"], self.param_groups)
+        check_structure(state_dict.get("structure", {}), self._structure())
         if self._outer is not None:
             self._outer.check_loadable(state_dict["outer"])
+
+    def _structure(self) -> dict[str, Any]:
+        """Return what a state must have been saved with to fit: shapes, and the kind of fallback."""
+        shapes = ["×".join(map(str, p.shape)) for g in self.param_groups for p in g["params"]]
+        return {"shapes": shapes, "fallback": type(self._fallback).__name__}
 
     def _check_loaded_group(self, group: Group) -> None:
         try:
