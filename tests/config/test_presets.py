@@ -150,6 +150,11 @@ def test_a_group_that_is_added_has_the_constructors_settings() -> None:
 def test_unknown_presets() -> None:
     with pytest.raises(ValueError, match=r"Unknown preset 'spectrall'\. Did you mean 'spectral'\?"):
         LocoProp(network(), preset="spectrall")
+    for given, meant in (("locoprop-m", "paper-m"), ("paper-locoprop-s", "paper-s")):
+        with pytest.raises(
+            ValueError, match=rf"Unknown preset '{given}'\. Did you mean '{meant}'\?"
+        ):
+            LocoProp(network(), preset=given)
     with pytest.raises(ValueError, match="Unknown preset 'paper'"):
         LocoProp(network(), param_groups=[{"params": network().parameters(), "preset": "paper"}])
 

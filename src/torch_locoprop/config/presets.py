@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch_locoprop.config.settings import DEFAULTS, SETTINGS, with_guards
-from torch_locoprop.paper.names import unknown
+from torch_locoprop.paper.names import did_you_mean
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, Solver, Spectral
 
@@ -98,7 +98,9 @@ def resolved(given: Mapping[str, Any], preset: str | None = None) -> dict[str, A
         ValueError: if there is no preset of this name.
     """
     if preset is not None and preset not in PRESETS:
-        raise ValueError(unknown("preset", preset, PRESETS))
+        meant = str(preset).lower().removeprefix("paper-").replace("locoprop-", "paper-")
+        close = did_you_mean(meant, PRESETS)  # the paper's names of variants are meant as presets
+        raise ValueError(f"Unknown preset {preset!r}.{close} Known: {', '.join(PRESETS)}.")
     chosen = PRESETS[_implied(given) if preset is None else preset]
     return {**DEFAULTS, **chosen.settings, **_of_solver(given.get("solver")), **given}
 
