@@ -177,3 +177,8 @@ def test_a_frozen_model_is_named() -> None:
         LocoProp(model)
     model[0].requires_grad_(True)
     LocoProp(model)
+
+
+def test_the_class_of_a_loss_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"a module such as nn.CrossEntropyLoss\(\)"):
+        LocoProp(nn.Linear(3, 2), loss_fn=nn.CrossEntropyLoss)

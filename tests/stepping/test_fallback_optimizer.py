@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 import pytest
 import torch
@@ -130,3 +131,17 @@ def test_a_weight_that_is_no_plain_tensor_falls_back() -> None:
     (row,) = [line for line in opt.summary().splitlines() if line.startswith("0 ")]
     assert row.endswith("its weight is a TwoTensor, sharded or quantized, not a plain tensor")
     assert " SGD " in row
+
+
+@pytest.mark.parametrize("wrong", ["adam", 3])
+def test_what_is_no_fallback_is_refused_where_none_is_needed(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="fallback= must be a function of the parameters"):
+        LocoProp(nn.Linear(3, 2), fallback=wrong)
+
+
+def test_frozen_parameters_need_no_fallback_and_are_counted() -> None:
+    """The tests turn warnings into errors."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    model[1].requires_grad_(False)
+    assert "10 of 34 parameters in local problems; 24 frozen" in LocoProp(model).summary()

@@ -124,10 +124,10 @@ def given_loss(
     output = None if output_transfer is None else transfers.get(output_transfer)
     if loss_fn is None:
         return GivenLoss(output)
-    if not callable(loss_fn):
+    if not callable(loss_fn) or isinstance(loss_fn, type):
         raise TypeError(
-            f"loss_fn= takes the loss itself, a module or a function, not {loss_fn!r}. The name of a "
-            "transfer goes into output_transfer=."
+            "loss_fn= takes the loss itself, a module such as nn.CrossEntropyLoss() or a function, "
+            f"not {loss_fn!r}. The name of a transfer goes into output_transfer=."
         )
     name = _known_name(loss_fn)
     if name is None:

@@ -110,9 +110,11 @@ def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skippe
         model: the model.
         skipped: number of updates that were skipped so far.
     """
-    local = sum(p.numel() for layer in layers for p in layer.given)
+    local = sum(p.numel() for layer in layers for p in layer.trained)
     total = sum(p.numel() for p in model.parameters())
+    frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     text = f"{modules} modules; {local:,} of {total:,} parameters in local problems"
+    text += f"; {frozen:,} frozen" if frozen else ""
     return text + (f"; {skipped} updates skipped as not finite" if skipped else "")
 
 

@@ -39,7 +39,15 @@ class WithFallback(torch.optim.Optimizer):
         Args:
             params: parameters without a local problem.
             factory: makes the fallback; None makes AdamW, with a warning.
+
+        Raises:
+            TypeError: if ``factory`` is not callable.
         """
+        if factory is not None and not callable(factory):
+            raise TypeError(
+                f"fallback= must be a function of the parameters that have no local problem, not "
+                f"{type(factory).__name__}: fallback=lambda params: torch.optim.AdamW(params, lr=1e-3)."
+            )
         if not params:
             return
         if self._fallback is not None:
@@ -106,21 +114,18 @@ def make_fallback(
         rate: the learning rate of that AdamW.
 
     Raises:
-        TypeError: if ``factory`` is not callable or does not return a suitable optimizer.
+        TypeError: if ``factory`` does not return a suitable optimizer.
         ValueError: if the optimizer does not train exactly ``params``.
     """
     if factory is None:
-        warnings.warn(
-            f"{len(params)} parameters have no local problem and get AdamW(lr={rate:g}). Pass "
-            "fallback= to choose another optimizer. print(opt.summary()) lists these parameters.",
-            stacklevel=4,
-        )
+        trained = sum(p.requires_grad for p in params)
+        if trained:
+            warnings.warn(
+                f"{trained} parameters have no local problem and get AdamW(lr={rate:g}). Pass "
+                "fallback= to choose another optimizer. print(opt.summary()) lists these parameters.",
+                stacklevel=4,
+            )
         return torch.optim.AdamW(params, lr=rate, eps=_EPS)
-    if not callable(factory):
-        raise TypeError(
-            f"fallback= must be a function of the parameters that have no local problem, not "
-            f"{type(factory).__name__}: fallback=lambda params: torch.optim.AdamW(params, lr=1e-3)."
-        )
     fallback = factory(params)
     if isinstance(fallback, torch.optim.LBFGS):
         raise TypeError("LBFGS needs a closure of its own and cannot be the fallback.")
