@@ -128,16 +128,20 @@ def are_averaged() -> bool:
 
 
 def is_tensor_parallel(model: nn.Module) -> bool:
-    """Return True if the processes share the layers of a model, and so have the same rows.
+    """Return True if all processes share the layers of a model, and so have the same rows.
 
-    Parameters that ``fully_shard`` distributes are DTensors too, but its processes have other rows.
+    Parameters that ``fully_shard`` distributes are DTensors too, but its processes have other rows. So
+    have processes outside of the mesh of a parameter.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return False
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return any(
+        isinstance(p, DTensor) and p.device_mesh.size() == torch.distributed.get_world_size()
+        for p in model.parameters()
+    )
 
 
 def agree(
