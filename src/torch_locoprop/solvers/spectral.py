@@ -167,6 +167,8 @@ class Spectral(Solver):
         if self.agreement > 0:
             shapes["energy"] = (1, 1)
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
+        for key in {"gram", "inverse"} & state.keys():  # an inverse of zeros would stop the layer
+            state[key] += torch.eye(n, dtype=joint.dtype, device=joint.device)
         state["step"] = joint.new_zeros(*leading, 1, 1, dtype=torch.float32)
         owner = "weight" if "weight" in start else "bias"
         return {**{name: {} for name in start}, owner: state}
