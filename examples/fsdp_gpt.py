@@ -92,7 +92,7 @@ def train(options: argparse.Namespace, device: torch.device) -> float:
         distributed.all_reduce(mean)
         if distributed.get_rank() == 0 and (step % 20 == 0 or step + 1 == options.steps):
             print(f"step {step:4d}  loss {float(mean):.4f}", flush=True)
-    if options.folder is not None:
+    if options.folder is not None and done < options.steps:
         save(options.folder / f"step-{options.steps}", model, opt)
     if distributed.get_rank() == 0 and options.summary:
         print(opt.summary())
