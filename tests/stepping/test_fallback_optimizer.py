@@ -144,4 +144,4 @@ def test_frozen_parameters_need_no_fallback_and_are_counted() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     model[0].requires_grad_(False)
     model[1].requires_grad_(False)
-    assert "10 of 34 parameters in local problems; 24 frozen" in LocoProp(model).summary()
+    assert "10 of 34 parameters in local problems; 24 not trained" in LocoProp(model).summary()

@@ -114,7 +114,7 @@ def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skippe
     total = sum(p.numel() for p in model.parameters())
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     text = f"{modules} modules; {local:,} of {total:,} parameters in local problems"
-    text += f"; {frozen:,} frozen" if frozen else ""
+    text += f"; {frozen:,} not trained" if frozen else ""
     return text + (f"; {skipped} updates skipped as not finite" if skipped else "")
 
 
