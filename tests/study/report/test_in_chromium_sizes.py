@@ -227,7 +227,8 @@ def test_method_names_wrap_under_themselves(opening: Any) -> None:
 
 def test_every_line_can_be_seen_on_the_page(opening: Any) -> None:
     """A contrast of at least 3 with the paper, as WCAG asks for graphics; 2.9 allows for rounding."""
-    strokes = "[...document.querySelectorAll('#curves .swatch path')].map(p => getComputedStyle(p).stroke)"
+    paths = "[...document.querySelectorAll('#curves .swatch path')]"
+    strokes = f"{paths}.map(p => getComputedStyle(p).stroke)"
     shown = opening("many")
     found = {}
     for scheme in ("light", "dark"):

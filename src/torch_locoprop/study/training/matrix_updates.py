@@ -17,6 +17,9 @@ from torch import Tensor
 from torch_locoprop.baselines.kfac import EARLY
 from torch_locoprop.baselines.kronecker_factors import damped_factors
 from torch_locoprop.paper.fisher import damped, second_moment
+from torch_locoprop.paper.linear_map import with_ones
+from torch_locoprop.paper.spectral import length
+from torch_locoprop.paper.tensors import Tensors, join
 from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
     eigenbasis,
@@ -25,8 +28,6 @@ from torch_locoprop.study.training.factorisations import (
     inverse_fourth_root,
     q,
 )
-
-Tensors = dict[str, Tensor]
 
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 """Muon's coefficients, as in `torch.optim.Muon`."""
@@ -112,7 +113,7 @@ class ExactSMuon(Muon):
     def prepare(self, passes: Passes) -> None:
         with matmul_precision("fp32"):
             for state, x in zip(self.states, passes.inputs, strict=True):
-                square = second_moment(with_ones(x))
+                square = second_moment(with_ones(x, True, True))
                 old = state.get("gram", square)
                 state["gram"] = torch.lerp(square, old, along(self.numbers["decay"], old))
             if self.steps % self.every == 0:
@@ -127,7 +128,7 @@ class ExactSMuon(Muon):
                     )
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
-        joint = torch.cat([gradients["weight"], gradients["bias"].unsqueeze(-1)], -1)
+        joint = join(gradients)
         with matmul_precision("fp32"):
             direction = joint @ state["inverse"]
         # As LocoProp does with a solution that is not finite: the ordinary gradient replaces it.
@@ -244,14 +245,14 @@ class KFac(Update):
         decay = self.numbers["decay"].clamp_max(1 - 1 / (self.steps + 1))
         sampled = passes.sampled(1000 * self.steps)
         for state, x, g in zip(self.states, passes.inputs, sampled, strict=True):
-            for name, rows in (("inputs", with_ones(x)), ("gradients", g)):
+            for name, rows in (("inputs", with_ones(x, True, True)), ("gradients", g)):
                 new = second_moment(rows)
                 state[name] = torch.lerp(new, state.get(name, new), along(decay, new))
         if self.steps < EARLY or self.steps % self.every == 0:
             self._renew()
         self._directions, products = [], []
         for state, gradients in zip(self.states, passes.gradients, strict=True):
-            joint = torch.cat([gradients["weight"], gradients["bias"].unsqueeze(-1)], -1)
+            joint = join(gradients)
             found = state["inverse_gradients"] @ joint @ state["inverse_inputs"]
             self._directions.append(found)
             products.append((found * joint).sum((-2, -1)))
@@ -302,20 +303,9 @@ def along(number: Tensor, like: Tensor) -> Tensor:
     return number.reshape(-1, *([1] * (like.dim() - 1)))
 
 
-def length(tensor: Tensor) -> Tensor:
-    """Return the Frobenius norm of each member's matrix, ``[K, 1, 1]``."""
-    norm: Tensor = torch.linalg.vector_norm(tensor, dim=(-2, -1), keepdim=True)
-    return norm
-
-
 def all_finite(tensor: Tensor) -> Tensor:
     """Return for each member whether all its entries are finite, ``[K, 1, 1]``."""
     return tensor.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)
-
-
-def with_ones(x: Tensor) -> Tensor:
-    """Append the constant input of the bias: ``[K, rows, n] -> [K, rows, n + 1]``."""
-    return torch.cat([x, x.new_ones(*x.shape[:-1], 1)], -1)
 
 
 def outer_products(gradient: Tensor) -> Tensors:
