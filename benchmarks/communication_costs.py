@@ -15,18 +15,18 @@ counted for AdamW alone, where it shows that it does not matter. What LocoProp e
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch_locoprop.distributed import communication
+from torch_locoprop.distributed.divided_matrices import MATRICES, owners
+from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.solvers.spectral import WIDEST
 
 FULL, HALF = 4, 2  # bytes of a number
 TOKENS = 2**22  # of all processes in a step
 PROCESSES = (8, 64, 256, 1024)
 ADAMW = 15  # operations for each parameter
-POLAR_ITERATIONS = 5
 EIGENVECTORS = 9  # operations of a symmetric eigendecomposition over n³ (Golub and Van Loan)
 
 
@@ -118,14 +118,17 @@ def muon(model: Transformer, processes: int) -> Cost:
     Each matrix has one owner, which receives its rows from all others in bfloat16, computes the polar
     factor, and sends the rows of the update back.
     """
-    owned = _assigned(model.matrices, processes, lambda shape: polar_flop(*shape))
-    busiest = max(owned, key=lambda shapes: sum(polar_flop(*shape) for shape in shapes))
+    owned: list[list[tuple[int, int]]] = [[] for _ in range(processes)]
+    work = [polar_operations(d, n) for d, n in model.matrices]
+    for shape, owner in zip(model.matrices, owners(work, processes), strict=True):
+        owned[owner].append(shape)
+    busiest = max(owned, key=lambda shapes: sum(polar_operations(d, n) for d, n in shapes))
     numbers = sum(d * n for d, n in busiest)
     others = sum(d * n for d, n in model.matrices) - numbers
     return (
         gathered(numbers, HALF, processes)
         + Cost(others / processes * HALF)
-        + Cost(flop=sum(polar_flop(*shape) for shape in busiest))
+        + Cost(flop=sum(polar_operations(d, n) for d, n in busiest))
     )
 
 
@@ -214,9 +217,10 @@ def locoprop_m(model: Transformer, processes: int, *, local_steps: int, rows: in
 
 
 def spectral(model: Transformer, processes: int, *, every: int) -> Cost:
-    """Return the cost of the spectral step: the closed form, then the polar factor in every process.
+    """Return the cost of the spectral step, for the process that has the most polar factors to compute.
 
-    The direction of all rows is gathered in float32. Layers with many inputs are served without C.
+    The closed form comes first. Then each matrix goes to one owner in float32, and rows of its polar
+    factor come back. Layers with many inputs are served without C.
     """
     total = Cost()
     for d, n in model.matrices:
@@ -224,18 +228,18 @@ def spectral(model: Transformer, processes: int, *, every: int) -> Cost:
         inverse = 1 / every * Cost(flop=2 * TOKENS / processes * n * n + n**3)
         product = Cost(flop=2 * d / processes * n * n)
         for renews, part in ((True, 1 / every), (False, 1 - 1 / every)):
-            traffic = communication.spectral(
-                d, n, n, processes, FULL, renews=renews and has_gram, agreement=True
-            )
+            traffic = communication.spectral(n, FULL, renews=renews and has_gram, agreement=True)
             total += part * _exchange(traffic, processes)
-        total += (inverse + product if has_gram else Cost()) + Cost(flop=polar_flop(d, n))
-    return total
-
-
-def polar_flop(d: int, n: int) -> int:
-    """Return the operations of five Newton–Schulz iterations: three products each."""
-    small, large = sorted((d, n))
-    return POLAR_ITERATIONS * (4 * small**2 * large + 2 * small**3)
+        total += inverse + product if has_gram else Cost()
+    shapes, size = model.matrices[::-1], MATRICES * processes
+    flop = [0] * processes
+    for start in range(0, len(shapes), size):
+        work = [polar_operations(d, n) for d, n in shapes[start : start + size]]
+        for owner, own in zip(owners(work, processes), work, strict=True):
+            flop[owner] += own
+    busiest = max(range(processes), key=lambda process: flop[process])
+    traffic = communication.polar_factors(shapes, processes, busiest, FULL)
+    return total + _exchange(traffic, processes) + Cost(flop=flop[busiest])
 
 
 METHODS: dict[str, Callable[[Transformer, int], Cost]] = {
@@ -243,7 +247,7 @@ METHODS: dict[str, Callable[[Transformer, int], Cost]] = {
     "AdamW": adamw,
     "Muon, by layers (busiest process)": muon,
     "Shampoo, blocks of 1,024, roots every 100": shampoo,
-    "spectral step, every 10": lambda m, p: spectral(m, p, every=10),
+    "spectral step, every 10 (busiest process)": lambda m, p: spectral(m, p, every=10),
     "closed form, every 10": lambda m, p: closed_form(m, p, every=10),
     "closed form, every 10, blocks of 1,024 ¹": lambda m, p: closed_form(
         m, p, every=10, structure="block"
@@ -289,19 +293,6 @@ def _short(number: float) -> str:
 def _columns(n: int, structure: str, block: int) -> int:
     """Return how many entries of each row of C are kept."""
     return {"dense": n, "block": min(block, n), "diagonal": 1}[structure]
-
-
-def _assigned(
-    shapes: list[tuple[int, int]], processes: int, work: Callable[[tuple[int, int]], int]
-) -> list[list[tuple[int, int]]]:
-    """Return the matrices of each process: the largest first, always to the process with least work."""
-    loads: list[tuple[int, int]] = [(0, process) for process in range(processes)]
-    owned: list[list[tuple[int, int]]] = [[] for _ in loads]
-    for shape in sorted(shapes, key=work, reverse=True):
-        load, process = heapq.heappop(loads)
-        owned[process].append(shape)
-        heapq.heappush(loads, (load + work(shape), process))
-    return owned
 
 
 def _parts(size: int, block: int) -> list[int]:

@@ -44,9 +44,9 @@ def test_backprop_and_adamw() -> None:
 def test_muon_by_hand() -> None:
     # A polar factor of [4, 4] takes 5 (4·64 + 2·64) = 1920, of [2, 4] 5 (4·16 + 2·8) = 400, and of
     # [4, 8] 5 (4·128 + 2·64) = 3200. With seven processes each has one, the busiest one of [4, 8].
-    assert costs.polar_flop(4, 4) == 1920
-    assert costs.polar_flop(2, 4) == costs.polar_flop(4, 2) == 400
-    assert costs.muon(TINY, 7).flop == costs.polar_flop(8, 4) == 3200
+    assert costs.polar_operations(4, 4) == 1920
+    assert costs.polar_operations(2, 4) == costs.polar_operations(4, 2) == 400
+    assert costs.muon(TINY, 7).flop == costs.polar_operations(8, 4) == 3200
     assert costs.muon(TINY, 7).received == pytest.approx(2 * (6 / 7 * 32 + 112 / 7))
     # Two processes: 3200 + 3200, and 3200 + 1920 + 1920 + 400 or so: largest first, to the idler.
     assert costs.muon(TINY, 2).flop == max(2 * 3200 + 400 + 400, 3200 + 1920 + 1920)
@@ -89,13 +89,14 @@ def test_locoprop_m_by_hand() -> None:
 
 
 def test_the_spectral_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    polar = sum(costs.polar_flop(d, n) for d, n in TINY.matrices)
+    # Largest first, to the idler of two processes: 3200 + 3200 + 400 + 400, and 3200 + 1920 + 1920.
     exact = costs.closed_form(TINY, 2, every=5)
     found = costs.spectral(TINY, 2, every=5)
     sums = 4 * (6 * 16 + 64 + 6 * 4 + 8)  # bytes of XᵀX and Xᵀ1
     norms_and_flags = 7 * 4 * (4 + 1)
-    assert found.received == pytest.approx(sums / 5 + 0.5 * 4 * 144 + norms_and_flags)
-    assert found.flop == pytest.approx(exact.flop + polar)
+    there, back = 32 + 32 + 8 + 8, 144 / 2
+    assert found.received == pytest.approx(sums / 5 + 0.5 * 4 * (there + back) + norms_and_flags)
+    assert found.flop == pytest.approx(exact.flop + 2 * 3200 + 2 * 400)
     monkeypatch.setattr(costs, "WIDEST", 4)  # the one matrix with eight inputs is served without C
     without = costs.spectral(TINY, 2, every=5)
     assert without.received == pytest.approx(found.received - 4 * 72 / 5)

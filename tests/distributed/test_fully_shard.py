@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import processes
 import pytest
@@ -30,6 +31,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from traffic import check_counts
 
 from torch_locoprop import LocoProp
+from torch_locoprop.stepping import divided_polar
 from torch_locoprop.stepping.layer_part import WHOLE
 
 # Cases on a mesh that replicates the shards (HSDP).
@@ -103,6 +105,7 @@ def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
     _the_state_of_one_process(rank)
     _a_layer_that_is_not_sharded()
     _rows_that_stand_for_others(rank)
+    _polar_factors_in_several_rounds(rank)
 
 
 def _no_rows_in_one_process(rank: int) -> None:
@@ -116,6 +119,17 @@ def _no_rows_in_one_process(rank: int) -> None:
     opt.step()
     expected = before[0] - _first_rmsprop_step(gradient)
     torch.testing.assert_close(model[0].weight.full_tensor(), expected, rtol=1e-10, atol=0)
+
+
+def _polar_factors_in_several_rounds(rank: int) -> None:
+    """Two layers take their spectral steps together, then the third one."""
+    case, one = CASES["spectral"], network("dense")
+    train(case, one)
+    with patch.object(divided_polar, "MATRICES", 1):
+        several = sharded(case, network("dense"))
+        train(case, several, batch_bounds(case, rank, 2), 2)
+    for p, q in zip(one.parameters(), whole_tensors(several), strict=True):
+        torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-10)
 
 
 def _first_rmsprop_step(gradient: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from sharded_cases import CASES, batch_bounds, loss_of, make_optimizer, network, sharded
@@ -11,9 +12,14 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
+from torch_locoprop.paper.spectral import polar
+from torch_locoprop.stepping import divided_polar
 
 REDUCTIONS = (torch.ops.c10d.allreduce_,)
 GATHERS = (torch.ops.c10d._allgather_base_, torch.ops.c10d.allgather_)
+EXCHANGES = (torch.ops.c10d.alltoall_base_,)
+OWNERS = (0, 1)  # of the two polar factors
+ALL = (*REDUCTIONS, *GATHERS, *EXCHANGES)
 
 
 class Counted(CommDebugMode):
@@ -26,16 +32,16 @@ class Counted(CommDebugMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = super().__torch_dispatch__(func, types, args, kwargs)
         packet = getattr(func, "_overloadpacket", None)
-        if packet in (*REDUCTIONS, *GATHERS):
+        if packet in ALL:
             left = args[0] if isinstance(args[0], Tensor) else args[0][0]
             self.bytes[packet] = self.bytes.get(packet, 0) + left.numel() * left.element_size()
         return found
 
     def traffic(self) -> Traffic:
         counts = self.get_comm_counts()
-        assert set(counts) <= {*REDUCTIONS, *GATHERS}, counts
+        assert set(counts) <= set(ALL), counts
         parts: list[int] = []
-        for packets in (REDUCTIONS, GATHERS):
+        for packets in (REDUCTIONS, GATHERS, EXCHANGES):
             parts += [
                 sum(counts.get(p, 0) for p in packets),
                 sum(self.bytes.get(p, 0) for p in packets),
@@ -43,25 +49,29 @@ class Counted(CommDebugMode):
         return Traffic(*parts)
 
 
-def expected(name: str, world: int, rows: int, step: int) -> Traffic:
+def expected(name: str, world: int, rank: int, rows: int, step: int) -> Traffic:
     """Return the traffic of a step of the model "smooth", whose layers are 6 → 8 → 6 with biases."""
     total = communication.of_all_layers(2, world)
-    for n, d in ((6, 8), (8, 6)):
+    for n in (6, 8):
         if name in ("S", "closed form"):
             total = total.plus(communication.through_gram(n, 8))
         elif name == "M":
             total = total.plus(communication.by_rows(rows, n, world, 8))
         else:
             renews = step < 10 or step % 10 == 0
-            own = communication.spectral(
-                d, n + 1, n, world, 8, renews=renews, agreement=name == "spectral with agreement"
-            )
+            agreement = name == "spectral with agreement"
+            own = communication.spectral(n, 8, renews=renews, agreement=agreement)
             total = total.plus(own)
+    if "spectral" in name:
+        total = total.plus(communication.polar_factors([(6, 9), (8, 7)], world, rank, 8))
     return total
 
 
 def check_counts(rank: int, world: int) -> None:
-    """Compare a step's collectives with the formulas, at the second and the twelfth step."""
+    """Compare a step's collectives with the formulas, at the second and the twelfth step.
+
+    Compare also how many polar factors this process computes with the matrices that it owns.
+    """
     for name in ("S", "closed form", "M", "spectral", "spectral with agreement"):
         case = CASES[name]
         model = sharded(case, network("smooth"))
@@ -70,8 +80,10 @@ def check_counts(rank: int, world: int) -> None:
         for step in range(12 if "spectral" in name else 2):
             x = torch.rand(24, 6).double()[part]
             loss_of(case, model(x), x).backward()  # type: ignore[no-untyped-call]
-            with Counted() as counted:
+            with Counted() as counted, patch.object(divided_polar, "polar", wraps=polar) as factors:
                 opt.step()
             opt.zero_grad()
+            owned = OWNERS.count(rank) if "spectral" in name else 0
+            assert factors.call_count == owned, (name, rank)
             if step > 0:
-                assert counted.traffic() == expected(name, world, len(x), step), (name, step)
+                assert counted.traffic() == expected(name, world, rank, len(x), step), (name, step)

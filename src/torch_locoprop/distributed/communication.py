@@ -1,8 +1,9 @@
 """How much the processes of a sharded model exchange in a step, as formulas.
 
 Symbols: P processes, each with r input rows of a layer; W is ``[d, n]``; numbers of ``itemsize`` bytes.
-Bytes are those of the tensor that a collective leaves in each process. A ring sends (P − 1)/P of them
-for an all-gather, and twice as many for an all-reduce.
+Bytes are those of the tensor that a collective leaves in each process. A process sends (P − 1)/P of
+them for an all-gather in a ring, twice as many for an all-reduce, and in an all-to-all as many as it
+receives, which is (P − 1)/P of them on average over the processes.
 
 What ``fully_shard`` itself exchanges for the passes, and what a fallback does, is not counted. The
 formulas are for layers that separate by rows, on a mesh of one dimension.
@@ -10,7 +11,12 @@ formulas are for layers that separate by rows, on a mesh of one dimension.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from torch_locoprop.distributed import divided_matrices
+from torch_locoprop.distributed.divided_matrices import row_counts
+from torch_locoprop.paper.spectral import polar_operations
 
 FACTS = 6  # numbers that a process tells about a layer
 
@@ -22,15 +28,17 @@ class Traffic(NamedTuple):
     reduced_bytes: int = 0
     gathers: int = 0  # number of all-gathers
     gathered_bytes: int = 0
+    exchanges: int = 0  # number of all-to-alls
+    exchanged_bytes: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum of two parts of a step."""
         return Traffic(*(one + more for one, more in zip(self, other, strict=True)))
 
     def sent_bytes(self, processes: int) -> float:
-        """Return the bytes that each process sends if all collectives are rings."""
+        """Return the bytes that each process sends if reductions and gathers are rings."""
         share = (processes - 1) / processes
-        return share * (2 * self.reduced_bytes + self.gathered_bytes)
+        return share * (2 * self.reduced_bytes + self.gathered_bytes + self.exchanged_bytes)
 
 
 def of_all_layers(layers: int, processes: int) -> Traffic:
@@ -56,26 +64,46 @@ def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
     return Traffic(gathers=1, gathered_bytes=gathered).plus(_finite())
 
 
-def spectral(
-    d: int, columns: int, n: int, processes: int, itemsize: int, *, renews: bool, agreement: bool
-) -> Traffic:
-    """Return the spectral step: XᵀX where it is renewed, the direction of all outputs, some norms.
+def spectral(n: int, itemsize: int, *, renews: bool, agreement: bool) -> Traffic:
+    """Return the spectral step without its polar factor: XᵀX where it is renewed, and some norms.
 
     Args:
-        d: outputs.
-        columns: columns of ``[W b]``.
         n: input features.
-        processes: P.
         itemsize: bytes of a number.
         renews: True in steps that renew XᵀX.
         agreement: True if steps are scaled by the agreement of gradients.
     """
-    rows = processes * -(-d // processes)  # each process sends as many as the one with most
     norms = 4 if agreement else 2
-    step = Traffic(norms, norms * itemsize, 1, rows * columns * itemsize)
+    step = Traffic(norms, norms * itemsize)
     if renews:
         step = step.plus(Traffic(reductions=1, reduced_bytes=(n + 1) * n * itemsize))
     return step.plus(_finite())
+
+
+def polar_factors(
+    shapes: Sequence[tuple[int, int]], processes: int, rank: int, itemsize: int
+) -> Traffic:
+    """Return the polar factors of all spectral steps: rows go to the owners of matrices and back.
+
+    A process is left with all rows of the matrices that it owns, then with its own rows of all.
+
+    Args:
+        shapes: ``[d, columns]`` of each ``[W b]``, from the last layer to the first.
+        processes: P.
+        rank: the process.
+        itemsize: bytes of a number.
+    """
+    total, size = Traffic(), divided_matrices.MATRICES * processes
+    for start in range(0, len(shapes), size):
+        together = shapes[start : start + size]
+        work = [polar_operations(d, columns) for d, columns in together]
+        owners = divided_matrices.owners(work, processes)
+        numbers = sum(
+            (d if owner == rank else 0) * columns + row_counts(d, processes)[rank] * columns
+            for (d, columns), owner in zip(together, owners, strict=True)
+        )
+        total = total.plus(Traffic(exchanges=2, exchanged_bytes=numbers * itemsize))
+    return total
 
 
 def _finite() -> Traffic:

@@ -55,14 +55,13 @@ class Shards:
 
     def own(self, whole: Tensor) -> Tensor:
         """Return this process's rows of a tensor ``[d, ...]``; that of a bias may have another d."""
-        size = self._most_rows(len(whole))
+        size = -(-len(whole) // self.processes)
         return whole[self.mesh.get_local_rank(self.dimension) * size :][:size]
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """Return the tensor ``[d, ...]`` of which every process has some rows, by an all-gather."""
-        padded = _padded(rows, self._most_rows(self.d))
-        group = self.mesh.get_group(self.dimension)
-        return _gathered(padded, group)[: self.d]
+    @property
+    def processes(self) -> int:
+        """The number of processes among which the rows are divided."""
+        return int(self.mesh.size(self.dimension))
 
     def add_up(self, of_rows: Tensor) -> Tensor:
         """Return the sum over the processes that have the other rows of the layer's tensors."""
@@ -84,10 +83,6 @@ class Shards:
         return DTensor.from_local(
             rows, self.mesh, like.placements, run_check=False, shape=shape, stride=stride
         )
-
-    def _most_rows(self, d: int) -> int:
-        """Return how many rows each process has but the last ones, which may have fewer or none."""
-        return -(-d // int(self.mesh.size(self.dimension)))
 
     # ---- input rows ------------------------------------------------------------------------------
 

@@ -95,14 +95,6 @@ class OtherOutputs(Protocol):
         """Return the sum over all processes."""
         ...
 
-    def whole(self, rows: Tensor) -> Tensor:
-        """Return the matrix ``[d, n]`` of which every process has some rows."""
-        ...
-
-    def own(self, whole: Tensor) -> Tensor:
-        """Return this process's rows of a matrix ``[d, n]``."""
-        ...
-
 
 @dataclass(frozen=True)
 class LocalProblem:

@@ -47,6 +47,12 @@ def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return (found if wide else found.mT).to(matrix.dtype)
 
 
+def polar_operations(d: int, n: int) -> int:
+    """Return how many multiplications and additions :func:`polar` of a matrix ``[d, n]`` takes."""
+    short, long = sorted((d, n))
+    return _ITERATIONS * (4 * short**2 * long + 2 * short**3)
+
+
 def unit_length(matrix: Tensor) -> Tensor:
     """Return matrices ``[..., d, n]`` divided by their Frobenius norms; those of zeros stay zeros."""
     # The largest entry comes first, so that no square overflows or underflows.

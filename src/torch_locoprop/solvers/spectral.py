@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +38,14 @@ from torch_locoprop.solvers.base import Numbers, Solver, States
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
 WIDEST = 8192  # columns of [W b] above which C, a matrix of this size, is left out
+
+
+class Direction(NamedTuple):
+    """The first half of a spectral step."""
+
+    matrix: Tensor  # M (C + λI)⁻¹ of [W b], [..., d, n], or the rows of it that this process has
+    state: Tensors  # the new state of the layer, as far as it is known
+    products: torch.dtype | None  # dtype of the products of the polar factor; None is the matrix's
 
 
 @dataclass(frozen=True)
@@ -91,40 +100,77 @@ class Spectral(Solver):
         local_steps: int,
         local_decay: str,
     ) -> tuple[Tensors, States]:
+        assert problem.outputs is None, "the polar factor needs the rows of all processes"
+        found = self.direction(problem, states, numbers)
+        if found is None:
+            return problem.start, states
+        factor = polar(found.matrix, found.products)
+        return self.displaced(problem, states, numbers, found, factor)
+
+    def direction(
+        self, problem: LocalProblem, states: States, numbers: dict[str, Numbers]
+    ) -> Direction | None:
+        """Return the first half of a step: the matrix whose polar factor the second half needs.
+
+        Args:
+            problem: the layer's local problem.
+            states: for each trained tensor its state.
+            numbers: learning rate and other numbers of each trained tensor.
+
+        Returns:
+            The direction; None for a layer without inputs or outputs, which does not move.
+        """
         owner = "weight" if "weight" in problem.start else "bias"
         given = join(problem.first_gradient)
         d = given.shape[-2] if problem.outputs is None else problem.outputs.d
-        if 0 in (*given.shape[:-2], d, given.shape[-1]):  # a layer without inputs or outputs
-            return problem.start, states
+        if 0 in (*given.shape[:-2], d, given.shape[-1]):
+            return None
         gradient, old = at_least_float32(given), states[owner]
         if "average" in old and old["average"].shape != gradient.shape:
             old = {}  # the bias was frozen or unfrozen
         state = {key: entry if key == "step" else entry.to(gradient) for key, entry in old.items()}
-        mu, rho = spread(numbers[owner].momentum, gradient), spread(numbers[owner].decay, gradient)
+        mu = spread(numbers[owner].momentum, gradient)
         state = self._renewed(problem, state, gradient)
-        norm = partial(_norm, problem)
-        state = self._averaged(gradient, state, mu, norm)
+        state = self._averaged(gradient, state, mu, partial(_norm, problem))
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
                 found = StructuredGram.beside(found, state["inverse"]).times(found)
         bf16 = problem.products == "bf16" and gradient.is_cuda
-        whole = found if problem.outputs is None else problem.outputs.whole(found)
-        direction = polar(whole, torch.bfloat16 if bf16 else None)
-        direction = direction if problem.outputs is None else problem.outputs.own(direction)
-        square = direction.square().mean(-1, keepdim=True)
-        state["rows"] = _average(state.get("rows"), square, rho)
-        direction = equal_rows(direction, state["rows"], norm)
-        scale = -0.2 * max(d, gradient.shape[-1]) ** 0.5 * spread(numbers[owner].lr, gradient)
+        return Direction(found, state, torch.bfloat16 if bf16 else None)
+
+    def displaced(
+        self,
+        problem: LocalProblem,
+        states: States,
+        numbers: dict[str, Numbers],
+        found: Direction,
+        factor: Tensor,
+    ) -> tuple[Tensors, States]:
+        """Return the second half of a step: the new tensors and the new states.
+
+        Args:
+            problem: the layer's local problem.
+            states: for each trained tensor its state.
+            numbers: learning rate and other numbers of each trained tensor.
+            found: the direction.
+            factor: the polar factor of its matrix, or the rows of it that this process has.
+        """
+        owner = "weight" if "weight" in problem.start else "bias"
+        dtype = problem.first_gradient[owner].dtype
+        own, state, norm = numbers[owner], dict(found.state), partial(_norm, problem)
+        square = factor.square().mean(-1, keepdim=True)
+        state["rows"] = _average(state.get("rows"), square, spread(own.decay, factor))
+        step = equal_rows(factor, state["rows"], norm)
+        d = factor.shape[-2] if problem.outputs is None else problem.outputs.d
+        scale = -0.2 * max(d, factor.shape[-1]) ** 0.5 * spread(own.lr, factor)
         if self.agreement > 0:
-            weight = 1 - mu ** state["step"].to(gradient)
+            weight = 1 - spread(own.momentum, factor) ** state["step"].to(factor)
             agreed = agreement(state["average"], state["energy"].square(), weight, norm)
             scale = scale * agreed**self.agreement
-        moved = split((scale * direction).to(given.dtype), problem.start)
+        moved = split((scale * step).to(dtype), problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
-        kept = {
-            key: entry if key == "step" else entry.to(given.dtype) for key, entry in state.items()
-        }
+        kept = {key: entry if key == "step" else entry.to(dtype) for key, entry in state.items()}
         return new, {**states, owner: kept}
 
     def _renewed(self, problem: LocalProblem, state: Tensors, gradient: Tensor) -> Tensors:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,23 @@ from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import row_weight
 from torch_locoprop.solvers import Numbers
+from torch_locoprop.solvers.base import States
 from torch_locoprop.stepping.layer_part import Part
 from torch_locoprop.stepping.method import Method, problems_before
 from torch_locoprop.stepping.requirements import changed
+
+
+class Posed(NamedTuple):
+    """The problem of a layer, with all that its solution needs."""
+
+    layer: LayerRecord
+    trained: Mapping[str, nn.Parameter]  # its tensors that have a gradient, which the step moves
+    method: Method
+    part: Part | None  # the part of a sharded layer that this process solves
+    problem: LocalProblem
+    states: States
+    numbers: dict[str, Numbers]
+    fisher: Tensor | None  # the new running Fisher matrix
 
 
 def local_problem(

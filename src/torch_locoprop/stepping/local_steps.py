@@ -14,14 +14,14 @@ from torch_locoprop.config.groups import Group
 from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.dispatch import graphs, streams
-from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors, holds
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
 from torch_locoprop.solvers.base import Checked, States
-from torch_locoprop.stepping import first_step
+from torch_locoprop.stepping import divided_polar, first_step
 from torch_locoprop.stepping.build_problem import (
+    Posed,
     local_problem,
     numbers,
     row_factor,
@@ -55,6 +55,8 @@ class LocalSteps:
 
     def solve_all(self, layers: Trained) -> Directions:
         """Solve every layer's problem; while a CUDA graph is recorded, on streams of their own."""
+        if any(layer.shards is not None for layer in layers):
+            return self._solve_in_rounds(layers)
         directions: Directions = {}
         if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
             for layer in reversed(layers):
@@ -92,6 +94,32 @@ class LocalSteps:
             torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
         return directions
 
+    def _solve_in_rounds(self, layers: Trained) -> Directions:
+        """Solve layers of which some are sharded; these take spectral steps together."""
+        directions: Directions = {}
+        waiting: list[Posed] = []
+        for layer in reversed(layers):
+            with streams.on_device(layer.given[0].device):
+                if layer.shards is None:
+                    directions |= self.solve(layer, layers[layer])
+                    continue
+                posed = self._posed(layer, layers[layer])
+                if not divided_polar.is_divided(posed):
+                    directions |= self._solve_posed(posed)
+                    continue
+                waiting.append(posed)
+                if len(waiting) == divided_polar.round_size(posed):
+                    directions |= self._solve_together(waiting)
+                    waiting = []
+        return directions | self._solve_together(waiting)
+
+    def _solve_together(self, layers: Sequence[Posed]) -> Directions:
+        """Take the spectral steps of some layers whose polar factors are divided among processes."""
+        directions: Directions = {}
+        for posed, (new, states) in zip(layers, divided_polar.solved(layers), strict=True):
+            directions |= self._apply_solution(posed, new, states)
+        return directions
+
     def _solve_timed(self, layer: LayerRecord, trained: Mapping[str, nn.Parameter]) -> Directions:
         """Solve one layer's problem, and measure how long that takes if measurements are on."""
         if self.measurements is None:
@@ -106,9 +134,6 @@ class LocalSteps:
             layer: the record of the layer.
             trained: its tensors that have a gradient, which the step moves.
         """
-        owner = next(iter(trained))
-        plan, group_of = self.plan, self.plan.group_of
-        group, method = plan.group(layer), plan.method_now(layer)
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
         if unrecorded and layer.shared_facts is None:
             gradients = {p: p.grad for p in trained.values() if p.grad is not None}
@@ -121,6 +146,12 @@ class LocalSteps:
                 self.notices.not_called(layer.name)
         elif layer.note in (NOT_CALLED, NOT_REACHED):
             layer.note = ""
+        return self._solve_posed(self._posed(layer, trained))
+
+    def _posed(self, layer: LayerRecord, trained: Mapping[str, nn.Parameter]) -> Posed:
+        """Return a layer's problem, with all that its solution needs."""
+        owner = next(iter(trained))
+        method, group_of = self.plan.method_now(layer), self.plan.group_of
         states = {name: _state_like(p, self.state[p]) for name, p in trained.items()}
         fisher = running_fisher(layer, method, states[owner].pop("fisher", None))
         if fisher is None and method.needs_fisher:
@@ -131,29 +162,26 @@ class LocalSteps:
         problem = local_problem(
             layer, trained, method, group_of, fisher, self.terms, self.has_outer, part
         )
-        new, states = dispatch.solve(
-            method.solver,
-            problem,
-            states,
-            {name: numbers(group_of[p]) for name, p in trained.items()},
-            method.local_steps,
-            group["local_decay"],
-        )
-        if fisher is not None:
-            states[owner]["fisher"] = fisher
-        return self._apply_solution(layer, trained, problem, new, states, method, part)
+        of_tensors = {name: numbers(group_of[p]) for name, p in trained.items()}
+        return Posed(layer, trained, method, part, problem, states, of_tensors, fisher)
 
-    def _apply_solution(
-        self,
-        layer: LayerRecord,
-        trained: Mapping[str, nn.Parameter],
-        problem: LocalProblem,
-        new: Tensors,
-        states: States,
-        method: Method,
-        part: Part | None,
-    ) -> Directions:
+    def _solve_posed(self, posed: Posed) -> Directions:
+        """Solve a problem and apply the solution."""
+        new, states = dispatch.solve(
+            posed.method.solver,
+            posed.problem,
+            posed.states,
+            posed.numbers,
+            posed.method.local_steps,
+            self.plan.group(posed.layer)["local_decay"],
+        )
+        return self._apply_solution(posed, new, states)
+
+    def _apply_solution(self, posed: Posed, new: Tensors, states: States) -> Directions:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
+        layer, trained, method, part, problem = posed[:5]
+        if posed.fisher is not None:
+            states[next(iter(trained))]["fisher"] = posed.fisher
         group = self.plan.group(layer)
         entries = [*new.values(), *(entry for own in states.values() for entry in own.values())]
         settled = new.finite[0] if isinstance(new, Checked) else dispatch.finite(entries)
