@@ -209,9 +209,10 @@ class LocoProp(LayerOptimizer):
             self._notices.hooked(trained)
         if any(group["state_of"] != group["solver"] for group in groups):
             forget_other_solvers(groups, self.state)
-        terms = self._loss_terms()
         if self._hooks.processes is not None or self._is_sharded:
-            terms = agree(self._hooks, self._layers, trained, terms)
+            terms = agree(self._hooks, self._layers, trained, self._loss_terms)
+        else:
+            terms = self._loss_terms()
         if distributed.is_available() and distributed.is_initialized() and self._drifts():
             self._notices.drifting()
         return LocalSteps(

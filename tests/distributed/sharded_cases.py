@@ -93,6 +93,9 @@ CASES = {
     "frozen bias": Case(SPECTRAL, order="frozen bias"),
     "checkpointed": Case(M, "checkpointed", worlds=(2,)),
     "zero_grad late": Case(S, order="zero_grad late", worlds=(2,)),
+    "discarded": Case(M, order="discarded", worlds=(2, 3)),
+    "discarded, default": Case(DEFAULT, order="discarded"),
+    "scaled between passes": Case(M, order="scaled between passes", worlds=(2, 3)),
     "uneven": Case(M, batches="uneven"),
     "uneven, S": Case(S, batches="uneven"),
     "uneven, default": Case(DEFAULT, batches="uneven", worlds=(4,)),
@@ -177,19 +180,27 @@ def train(
         model[0].bias.requires_grad_(False)  # type: ignore[union-attr]
     opt = make_optimizer(case, model) if opt is None else opt
     numbers = torch.Generator().manual_seed(1)
-    passes = 2 if case.order in ("accumulated", "without sync", "unsharded") else 1
+    several = ("accumulated", "without sync", "unsharded", "scaled between passes")
+    passes = 2 if case.order in several else 1
     whole: Any = model
     for step in range(skip + steps):
         batch = torch.rand(ROWS, 6, generator=numbers).to(next(model.parameters()).dtype)
         if step < skip:
             continue
-        for i, x in enumerate(batch[part].chunk(passes)):
-            last = i == passes - 1
+        if case.order == "discarded":  # by code that does not know the optimizer
+            other = 1 - batch[part]
+            (world * loss_of(case, model(other), other)).backward()  # type: ignore[no-untyped-call]
+            model.zero_grad(set_to_none=False)
+        for i in range(passes):  # each with the same rows, however many processes share them
+            x, last = batch[part][i::passes], i == passes - 1
             if world > 1 and case.order == "without sync":
                 whole.set_requires_gradient_sync(last)
             if world > 1 and case.order == "unsharded":
                 whole.set_reshard_after_backward(False)
             (world * loss_of(case, model(x), x)).backward()  # type: ignore[no-untyped-call]
+            if case.order == "scaled between passes" and not last:
+                for p in model.parameters():
+                    p.grad.mul_(0.5)  # type: ignore[union-attr]
         if case.order == "clipped":
             nn.utils.clip_grad_norm_(model.parameters(), 0.01)
         opt.step()

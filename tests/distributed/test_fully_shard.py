@@ -145,6 +145,14 @@ def _gradients_without_sync() -> None:
     model(torch.rand(5, 6).double()).sum().backward()
     with pytest.raises(RuntimeError, match=r"Call set_requires_gradient_sync\(True\)"):
         opt.step()
+    opt.zero_grad()
+    model.set_requires_gradient_sync(True)
+    model(torch.rand(5, 6).double()).sum().backward()
+    model.zero_grad(set_to_none=False)
+    model.set_requires_gradient_sync(False)
+    model(torch.rand(5, 6).double()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Call set_requires_gradient_sync\(True\)"):
+        opt.step()
 
 
 def _one_row_that_is_not_finite(rank: int) -> None:

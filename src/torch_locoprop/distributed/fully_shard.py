@@ -23,6 +23,7 @@ from torch import Tensor, distributed, nn
 from torch_locoprop.layers.base import is_distributed
 
 NAMES = ("weight", "bias")
+NO_GRADIENT = -1  # in place of a number of passes: the layer does not move
 
 # The name of the all-gather into one tensor since PyTorch 2.13, and before.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or getattr(
@@ -132,7 +133,7 @@ class Shards:
 class ShardFacts(NamedTuple):
     """What one process knows about a sharded layer in this step."""
 
-    moves: bool  # it has a gradient
+    begins: int  # number of passes before those that it has recorded, or NO_GRADIENT
     rows: int  # number of input rows
     kept: int  # number of input rows that were kept
     has_rows: bool  # rows, or XᵀX, were recorded
@@ -147,7 +148,7 @@ class SharedShardFacts:
     of_each: tuple[tuple[int, int], ...]  # rows, and rows that were kept, of each process
     all_have_rows: bool  # every process has rows and the same role of the layer
     some_have_gram: bool  # at least one process keeps XᵀX in place of its rows
-    agreed: bool  # the layer has a gradient in all processes or in none
+    begins: tuple[int, ...]  # of each process: passes before those that count, or NO_GRADIENT
 
     @property
     def processes(self) -> int:
@@ -196,13 +197,13 @@ def agree(
     known = of_all(mesh, numbers).tolist()
     found = []
     for i in range(len(layers)):
-        moves, rows, kept, have, grams, roles = zip(
+        begins, rows, kept, have, grams, roles = zip(
             *(each[6 * i : 6 * i + 6] for each in known), strict=True
         )
         of_each = tuple(zip(map(int, rows), map(int, kept), strict=True))
         of_each = of_each[:1] if same_inputs else of_each
         together = all(have) and len(set(roles)) == 1
-        found.append(SharedShardFacts(of_each, together, any(grams), len(set(moves)) == 1))
+        found.append(SharedShardFacts(of_each, together, any(grams), tuple(map(int, begins))))
     return found, sum(each[-1] for each in known) / len(known)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torch_locoprop.distributed.ddp import LayerFacts, SharedFacts
 from torch_locoprop.distributed.fully_shard import (
+    NO_GRADIENT,
     ShardFacts,
     Shards,
     SharedShardFacts,
@@ -33,6 +34,7 @@ from torch_locoprop.recording import row_reduction, transfer_detection
 from torch_locoprop.recording.backward_pass import at_end
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.gradient_changes import GradientNorms, Versions, were_zeroed
+from torch_locoprop.recording.sharded_gradients import ShardedGradients
 from torch_locoprop.recording.transfer_detection import Finding
 
 REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
@@ -87,14 +89,15 @@ class LayerRecord:
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
     shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
-    unreduced: bool = False  # gradients wait in fully_shard for a pass that adds up all processes'
+    sharded: ShardedGradients = field(default_factory=ShardedGradients)  # of a layer with shards
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
     first_step: Any = None  # what the first step did, of stepping/first_step.py
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _forward: Any = None  # the forward of the module's class when the record was made
     _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
-    _replacing: set[int] = field(default_factory=set)  # passes that found no gradient to add to
+    # Passes that found no gradient to add to: True, or False if other processes may have found one.
+    _replacing: dict[int, bool] = field(default_factory=dict)
     _left: Versions = field(default_factory=list)  # gradients as the last commit found them
     _committed: bool = False  # the running pass has added to a gradient
     _norms: GradientNorms = field(default_factory=GradientNorms)  # of these, if needed
@@ -153,8 +156,9 @@ class LayerRecord:
             else self.rows_of(call)
             for call in self.calls
         )
+        begins = self.sharded.begins if self.with_gradient else NO_GRADIENT
         rows, role = self.row_count, self.facts.role
-        return ShardFacts(bool(self.with_gradient), rows, kept, self.has_rows, self.has_gram, role)
+        return ShardFacts(begins, rows, kept, self.has_rows, self.has_gram, role)
 
     @property
     def like(self) -> Tensor:
@@ -186,8 +190,12 @@ class LayerRecord:
         if backward_pass not in self._pending:
             self._pending[backward_pass] = []
             at_end(partial(self._drop_uncommitted, backward_pass))
+            if self.shards is not None:
+                self.sharded.begin_pass(self._gradients())
             if self.starts_afresh():
-                self._replacing.add(backward_pass)
+                self._replacing[backward_pass] = True
+            elif self.shards is not None and self.sharded.may_be_zeroed(self._gradients()):
+                self._replacing[backward_pass] = False
             else:
                 self.rescale_row_gradients()
         self._pending[backward_pass].append(call)
@@ -204,8 +212,7 @@ class LayerRecord:
         if self.transformed:  # rows that are not recorded may have a part in the gradient
             self.obstacle = TRANSFORMED
         if backward_pass in self._replacing:
-            self._replacing.clear()
-            self.calls.clear()
+            self._drop_earlier(certain=self._replacing[backward_pass])
         pending = self._pending.pop(backward_pass, ())
         places = {call.identity: i for i, call in enumerate(self.calls)} if pending else {}
         for call in pending:
@@ -226,13 +233,19 @@ class LayerRecord:
             self.remember_gradient_norms()
         self.ready = streams.ready_event() if streams.overlapping else None
 
-    def _note_reduction(self) -> None:
-        """Note, after a pass, whether ``fully_shard`` has added up the processes' gradients."""
-        now, before = self._versions(), self._left
-        self.unreduced = not now or [(ref(), i) for ref, i in now] == [
-            (ref(), i) for ref, i in before
-        ]
-        self._left = now
+    def _drop_earlier(self, certain: bool) -> None:
+        """Drop what was recorded before a pass; if other processes may not, set it aside."""
+        self._replacing.clear()
+        if not certain:
+            self.sharded.set_aside(self.calls)
+        elif self.shards is not None:
+            self.sharded.forget_calls()
+        self.calls.clear()
+
+    def begin_record(self, passes: int) -> None:
+        """Take back the calls that were set aside, without those of the first ``passes`` passes."""
+        self.calls[:0] = self.sharded.taken_back(passes)
+        self.drop_overwritten()
 
     def _versions(self) -> Versions:
         """Return memory and version of the gradients as they are now."""
@@ -243,9 +256,8 @@ class LayerRecord:
         ]
 
     def _gradients(self) -> list[Tensor]:
-        """Return the gradients of the trained parameters, of sharded ones this process's part."""
-        found = [p.grad for p in self.given if p.requires_grad and p.grad is not None]
-        return found if self.shards is None else [local(g) for g in found]
+        """Return the gradients of the trained parameters."""
+        return [p.grad for p in self.given if p.requires_grad and p.grad is not None]
 
     def _condensed(self, call: Call) -> Call:
         """Return a new call with what the next step needs of it: all of it, or fewer rows."""
@@ -262,9 +274,10 @@ class LayerRecord:
     def _drop_uncommitted(self, backward_pass: int) -> None:
         """Drop what a finished pass recorded without adding to a gradient."""
         self._pending.pop(backward_pass, None)
-        self._replacing.discard(backward_pass)
+        self._replacing.pop(backward_pass, None)
         if self.shards is not None and self._committed:
-            at_end(self._note_reduction)  # after the callback with which fully_shard ends a pass
+            # After the callback with which fully_shard ends a pass.
+            at_end(lambda: self.sharded.end_pass(self._gradients()))
         self._committed = False
 
     def drop_overwritten(self) -> bool:
@@ -340,13 +353,13 @@ class LayerRecord:
         """Return True if the next backward pass replaces what was recorded, or nothing was.
 
         A pass replaces the record if the gradients are None, or were set to zero since the last pass.
+        Of a sharded layer, one process alone cannot tell the latter.
         """
         if not self.calls:
             return True
-        gradients = self._gradients()
-        if self.shards is not None and gradients and not any(g.numel() for g in gradients):
-            return False  # nothing tells whether the rows of other processes were set to zero
-        return not self.unreduced and were_zeroed(gradients, self._left)
+        if self.shards is not None:
+            return not self.sharded.unreduced and not self._gradients()
+        return were_zeroed(self._gradients(), self._left)
 
     def notice_new_forward(self) -> bool:
         """Return True if the module's forward was replaced since this record was made.
@@ -407,7 +420,8 @@ class LayerRecord:
     def clear(self) -> None:
         """Drop everything that was recorded since the last step."""
         self.outputs_overlapped = 0
-        self.unreduced = False
+        if self.shards is not None:
+            self.sharded.clear()
         self.calls.clear()
         self._pending.clear()
         self._replacing.clear()
@@ -464,7 +478,7 @@ def check_intact(layers: Iterable[LayerRecord]) -> None:
 def check_reduced(layers: Iterable[LayerRecord]) -> None:
     """Raise ``RuntimeError`` if ``fully_shard`` has gradients that it has not added up yet."""
     for layer in layers:
-        if layer.unreduced:
+        if layer.sharded.unreduced:
             raise RuntimeError(
                 f"The gradients of layer {layer.name!r} are not added up over the processes: the last "
                 "backward pass ran after set_requires_gradient_sync(False). Call "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from torch_locoprop.distributed import ddp, fully_shard
 from torch_locoprop.recording.hooks import ModelHooks
@@ -13,7 +14,7 @@ def agree(
     hooks: ModelHooks,
     layers: Sequence[LayerRecord],
     trained: Collection[LayerRecord],
-    terms: float,
+    count_terms: Callable[[], float],
 ) -> float:
     """Exchange what the processes know about their layers, and set ``shared_facts`` of each layer.
 
@@ -21,17 +22,16 @@ def agree(
         hooks: the hooks on the model, which know the processes of DDP.
         layers: all layers with a local problem, the same in every process.
         trained: the layers that this step moves.
-        terms: number of terms that this process's loss sums.
+        count_terms: returns the number of terms that this process's loss sums.
 
     Returns:
-        The mean of ``terms`` over the processes.
+        The mean number of terms over the processes.
 
     Raises:
         RuntimeError: if a sharded layer has a gradient in some processes only.
     """
     sharded = [layer for layer in layers if layer.shards is not None]
-    if sharded:
-        terms = _agree_on_shards(sharded, terms)
+    terms = _agree_on_shards(sharded, count_terms) if sharded else count_terms()
     if hooks.processes is not None and not hooks.averaged:
         for layer in trained:  # a step inside no_sync(): each process has a problem of its own
             layer.shared_facts = None
@@ -44,8 +44,9 @@ def agree(
     return terms
 
 
-def _agree_on_shards(layers: Sequence[LayerRecord], terms: float) -> float:
+def _agree_on_shards(layers: Sequence[LayerRecord], count_terms: Callable[[], float]) -> float:
     """Exchange what the processes know about sharded layers, for each mesh of processes."""
+    terms = count_terms()
     kinds = {(x.shards.mesh, x.shards.same_inputs): None for x in layers if x.shards is not None}
     for mesh, same_inputs in kinds:
         own = [
@@ -54,15 +55,40 @@ def _agree_on_shards(layers: Sequence[LayerRecord], terms: float) -> float:
             if layer.shards is not None
             and (layer.shards.mesh, layer.shards.same_inputs) == (mesh, same_inputs)
         ]
-        device = own[0].given[0].device
-        known = [layer.shard_facts for layer in own]
-        shared, terms = fully_shard.agree(mesh, known, terms, device, same_inputs=same_inputs)
-        for layer, facts in zip(own, shared, strict=True):
-            if not facts.agreed:
-                raise RuntimeError(
-                    f"Layer {layer.name!r} has a gradient in some processes and none in others, so "
-                    "they cannot solve its local problem together. Let every process call the layer "
-                    "in each step, if need be with an empty batch."
-                )
-            layer.shared_facts = facts
+        mean = _exchange(own, mesh, same_inputs, terms)
+        while mean is None:
+            mean = _exchange(own, mesh, same_inputs, count_terms())
+        terms = mean
     return terms
+
+
+def _exchange(
+    layers: Sequence[LayerRecord], mesh: Any, same_inputs: bool, terms: float
+) -> float | None:
+    """Exchange what the processes of a mesh know about their layers.
+
+    Returns:
+        The mean of ``terms``; None if a process has changed which of its calls count, because the
+        processes disagreed on it, and must tell the others.
+
+    Raises:
+        RuntimeError: if a layer has a gradient in some processes only.
+    """
+    device = layers[0].given[0].device
+    known = [layer.shard_facts for layer in layers]
+    shared, mean = fully_shard.agree(mesh, known, terms, device, same_inputs=same_inputs)
+    settled = True
+    for layer, facts in zip(layers, shared, strict=True):
+        layer.shared_facts = facts
+        first, last = min(facts.begins), max(facts.begins)
+        if first == last:
+            continue
+        if first == fully_shard.NO_GRADIENT:
+            raise RuntimeError(
+                f"Layer {layer.name!r} has a gradient in some processes and none in others, so "
+                "they cannot solve its local problem together. Let every process call the layer "
+                "in each step, if need be with an empty batch."
+            )
+        layer.begin_record(first)  # gradients that were zero in all processes, not only in some
+        settled = False
+    return mean if settled else None
