@@ -26,6 +26,7 @@ from torch_locoprop.config.settings import Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.layer_record import TRANSFORMED
 from torch_locoprop.recording.loss_inspection import OutputTransfer, given_loss, warn_of_unusual
+from torch_locoprop.recording.loss_terms import watched
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
 from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
@@ -116,6 +117,7 @@ class LocoProp(LayerOptimizer):
         self._components, self._notices = Components(), Notices()
         self._given_transfers = dict(transfers or {})
         self._loss = given_loss(output_transfer, loss_fn)
+        self._terms = watched(loss_fn, self._loss.facts)
         self._fallback, self._fallback_factory = None, fallback
         self._measurements = {} if diagnose else None
         self._fisher_missing = self._attached = False

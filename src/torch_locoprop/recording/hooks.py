@@ -34,7 +34,7 @@ from torch_locoprop.recording import (
 from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
 from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.recording.loss_inspection import LossFacts, inspect_loss
+from torch_locoprop.recording.loss_graph import LossFacts, inspect_loss
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.row_gradients import has_v
 from torch_locoprop.recording.transfer_assignment import DIVIDED, NESTED
@@ -70,6 +70,7 @@ class ModelHooks:
         self.averaged = True  # it averages those of the last forward pass: not under no_sync()
         self.compiled_graphs: set[CompiledGraph] = set()  # those that call a watched layer
         self.leaves: set[int] = set()  # ids of leaves used by operations outside of layers
+        self.output_shape: torch.Size | None = None  # of the model's output, if it is one tensor
         self.serial = next(serials)
         self._seed: int | None = None  # of the labels drawn in the next forward pass
         self._output_transfer = output_transfer
@@ -114,6 +115,7 @@ class ModelHooks:
 
     def clear(self) -> None:
         """Drop everything that was recorded."""
+        self.loss_facts = self.loss_facts._replace(terms=None)
         for layer in self.layers.values():
             layer.clear()
             layer.called = layer.transformed = False
@@ -124,8 +126,10 @@ class ModelHooks:
         """Search the loss that a closure returned for the output's transfer and its reduction."""
         if not isinstance(loss, Tensor):
             return
-        if self.loss_facts.sums is None:
-            self.loss_facts = inspect_loss(loss)
+        if self.loss_facts.sums is not False:
+            found = inspect_loss(loss)
+            known = self.loss_facts.sums is not None
+            self.loss_facts = self.loss_facts._replace(terms=found.terms) if known else found
         if self.tracing:
             transfer_detection.trace(loss, MODEL_OUTPUT)
 
@@ -311,6 +315,7 @@ class ModelHooks:
         if not torch.is_grad_enabled() or function_transforms.innermost() is not None:
             return
         if self.tracing:
+            self.output_shape = output.shape if isinstance(output, Tensor) else None
             for tensor in sorted(_tensors(output), key=_is_scalar):
                 self._search(tensor, MODEL_OUTPUT)
         if self._seed is not None and outputs:

@@ -83,6 +83,7 @@ class LayerRecord:
     overlap_allowed: bool = False  # weight gradients may be computed beside the backward pass
     # What was recorded since the last step.
     calls: list[Call] = field(default_factory=list)
+    passes: set[int] = field(default_factory=set)  # ids of the backward passes of these calls
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
     called: bool = False  # since the last step, with gradients or without
     transformed: bool = False  # called inside a transform of torch.func since the last step
@@ -213,6 +214,7 @@ class LayerRecord:
             self.obstacle = TRANSFORMED
         if backward_pass in self._replacing:
             self._drop_earlier(certain=self._replacing[backward_pass])
+        self.passes.add(backward_pass)
         pending = self._pending.pop(backward_pass, ())
         places = {call.identity: i for i, call in enumerate(self.calls)} if pending else {}
         for call in pending:
@@ -241,10 +243,14 @@ class LayerRecord:
         elif self.shards is not None:
             self.sharded.forget_calls()
         self.calls.clear()
+        self.passes.clear()
 
     def begin_record(self, passes: int) -> None:
         """Take back the calls that were set aside, without those of the first ``passes`` passes."""
-        self.calls[:0] = self.sharded.taken_back(passes)
+        earlier = self.sharded.taken_back(passes)
+        if earlier:
+            self.passes.clear()  # those of the earlier calls are not known
+        self.calls[:0] = earlier
         self.drop_overwritten()
 
     def _versions(self) -> Versions:
@@ -423,6 +429,7 @@ class LayerRecord:
         if self.shards is not None:
             self.sharded.clear()
         self.calls.clear()
+        self.passes.clear()
         self._pending.clear()
         self._replacing.clear()
 

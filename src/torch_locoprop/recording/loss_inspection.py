@@ -1,7 +1,7 @@
 """Reads two facts from a loss: the transfer inside it, and whether it sums or averages its terms.
 
-PyTorch's own losses are known by name; the autograd graph of any other tells. Transfers inside the
-model are found by ``transfer_detection.py``.
+PyTorch's own losses are known by name; the autograd graph of any other tells (``loss_graph.py``).
+Transfers inside the model are found by ``transfer_detection.py``.
 """
 
 from __future__ import annotations
@@ -12,20 +12,12 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import transfer_detection
-from torch_locoprop.recording.node_marks import (
-    KEY,
-    MODEL_OUTPUT,
-    is_transparent,
-    mark_layer,
-    node_notes,
-)
-
-_MEAN, _SUM = 1, 2  # the values of a reduction in PyTorch's autograd nodes
+from torch_locoprop.recording.loss_graph import LossFacts, inspect_loss
+from torch_locoprop.recording.node_marks import MODEL_OUTPUT, mark_layer
 
 _OF_CLASSES = ("CrossEntropyLoss", "cross_entropy", "NLLLoss", "nll_loss")
 _LOSS_TRANSFERS = {
@@ -76,13 +68,6 @@ def _known_name(loss_fn: object) -> str | None:
         if base is not None and isinstance(loss_fn, base):
             return name if type(loss_fn).forward is base.forward else None
     return None
-
-
-class LossFacts(NamedTuple):
-    """What the autograd graph of a loss tells about its terms."""
-
-    sums: bool | None  # True: it sums its terms; False: it averages them; None: not known
-    by_row: bool  # one term for each row, as the losses of classes have
 
 
 class GivenLoss(NamedTuple):
@@ -181,7 +166,7 @@ def look_at(
             continue
         if isinstance(loss, Tensor) and loss.grad_fn is not None:
             transfer_detection.trace(loss, MODEL_OUTPUT)
-            facts = inspect_loss(loss)
+            facts = inspect_loss(loss).of_any_size(small)
             found = transfer_detection.resolve(mark, small[-1]).transfer
             return found, None if facts.sums is None else facts
     return None, None
@@ -193,37 +178,3 @@ def _possible_labels(shape: Sequence[int], like: Tensor) -> Iterator[Tensor]:
     yield like.new_zeros(shape)
     yield like.new_zeros(shape[:-1])
     yield like.new_zeros([*shape[:1], *shape[2:]], dtype=torch.long)
-
-
-def inspect_loss(loss: Tensor) -> LossFacts:
-    """Return what the autograd graph of a loss tells about its terms.
-
-    A sum that is changed afterwards, for example divided by the number of terms, may be a mean: its
-    autograd graph does not tell.
-    """
-    found: set[object] = set()
-    names: set[str] = set()
-    seen: set[tuple[Node, bool]] = set()
-    stack = [(loss.grad_fn, True)]  # nodes; True if the node's output enters the loss unchanged
-    while stack:
-        node, unchanged = stack.pop()
-        if (
-            node is None
-            or (node, unchanged) in seen
-            or node_notes(node).get(KEY, MODEL_OUTPUT).is_layer
-        ):
-            continue
-        seen.add((node, unchanged))
-        reduction = getattr(node, "_saved_reduction", None)
-        if reduction is None:
-            unchanged = unchanged and (
-                node.name() in ("AddBackward0", "SubBackward0") or is_transparent(node)
-            )
-            stack += [(below, unchanged) for below, _ in node.next_functions]
-        else:
-            found.add(reduction if unchanged or reduction == _MEAN else None)
-            names.add(node.name())
-    sums = None if len(found) != 1 or not found <= {_MEAN, _SUM} else _SUM in found
-    by_row = bool(names) and all(name.startswith("NllLoss") for name in names)
-    mixed = not by_row and any(name.startswith("NllLoss") for name in names)
-    return LossFacts(None if mixed and sums else sums, by_row)

@@ -57,18 +57,25 @@ def decide_all(
     return undecided
 
 
-def seen_loss(layers: Iterable[LayerRecord], loss: GivenLoss) -> GivenLoss:
+def seen_loss(
+    layers: Sequence[LayerRecord], loss: GivenLoss, output_shape: Sequence[int] | None
+) -> GivenLoss:
     """Return the loss with what its autograd graph tells for the output of the model.
 
     Args:
         layers: all layers with a local problem, with the calls of this step.
         loss: what the user has told about the loss.
+        output_shape: the shape of the model's output. If no layer's output is the model's, the loss
+            tells its reduction, but its transfer is no layer's. None if the shape is not known.
     """
     with torch.enable_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the labels, which are made up
         for layer in layers:
             if _is_searched(layer) and all(found.inside_loss for found in layer.findings()):
                 return loss.looked_at(layer.calls[0].shape, layer.tensors["weight"].detach())
+        if output_shape:
+            seen = loss.looked_at(output_shape, layers[0].tensors["weight"].detach())
+            return loss._replace(facts=seen.facts, unseen=None)
     return loss._replace(unseen=None)
 
 

@@ -26,7 +26,9 @@ _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary
 
 
 class WeakHook:
-    """A hook on a module or parameter that calls a method of :class:`~.hooks.ModelHooks`.
+    """A hook on a module or parameter that calls a method of its owner.
+
+    The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms`.
 
     It holds its owner weakly. ``copy.deepcopy(model)`` makes a model without it. A model that was saved
     whole has a copy of it that has no owner and does nothing.
@@ -38,7 +40,7 @@ class WeakHook:
     """
 
     def __init__(
-        self, owner: ModelHooks | None = None, method: str = "", module: nn.Module | None = None
+        self, owner: Any = None, method: str = "", module: nn.Module | None = None
     ) -> None:
         self._owner = weakref.ref(owner) if owner is not None else lambda: None
         self._module = weakref.ref(module) if module is not None else lambda: None
@@ -102,7 +104,7 @@ class _Cleaner:
             remove_inert(module)
 
 
-def hook_for(owner: ModelHooks, method: str, module: nn.Module) -> WeakHook:
+def hook_for(owner: Any, method: str, module: nn.Module) -> WeakHook:
     """Return a :class:`WeakHook` whose ``__call__`` has its own code object.
 
     ``torch.compile`` caches a function's versions by its code object and stops after eight versions. A
@@ -153,7 +155,7 @@ def role(key: str) -> str:
         "python": run as Python, with a graph break. "nothing": return at once.
     """
     hook, module = _hooks.get(key), hooked_module(key)
-    if hook is None or module is None:
+    if hook is None or module is None or hook._method == "after_loss":
         return "nothing"
     owner = hook._owner()
     assert owner is not None

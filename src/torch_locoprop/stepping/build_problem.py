@@ -191,17 +191,18 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
     return running_average(running, moment, component.decay)
 
 
-def count_loss_terms(layers: Sequence[LayerRecord], by_row: bool) -> int | None:
-    """Return how many terms a loss that sums has.
+def count_loss_terms(layers: Sequence[LayerRecord], by_row: bool | None) -> int | None:
+    """Return how many terms a loss that sums has, from the rows of the model's output.
 
     None if no layer's output is the model's, or several are: their losses may be one or many.
 
     Args:
         layers: all layers with a local problem.
-        by_row: the loss has one term for each row; otherwise one for each row and feature.
+        by_row: the loss has one term for each row; if False, one for each row and feature; None if
+            that is not known.
     """
     outputs = [layer for layer in layers if layer.calls and layer.is_output]
-    if len(outputs) != 1:
+    if len(outputs) != 1 or by_row is None:
         return None
     return (1 if by_row else outputs[0].width) * outputs[0].row_count
 

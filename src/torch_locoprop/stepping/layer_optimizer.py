@@ -33,6 +33,7 @@ from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_intact, check_reduced
 from torch_locoprop.recording.loss_inspection import GivenLoss
+from torch_locoprop.recording.loss_terms import LossTerms
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.recording.transfer_assignment import (
     contradiction,
@@ -62,7 +63,7 @@ _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a hos
 _KEPT = (
     *("_model", "_components", "_given", "_given_transfers", "_loss", "_fallback", "_outer"),
     *("_apply", "_patterns", "_measurements", "_replays", "_notices", "_fisher_missing"),
-    "_fallback_rate",
+    *("_fallback_rate", "_terms"),
 )
 
 
@@ -74,6 +75,7 @@ class LayerOptimizer(WithFallback):
     _given: Given  # the settings and the preset of the constructor
     _given_transfers: dict[str, str | Transfer]  # by module name
     _loss: GivenLoss  # what output_transfer= and loss_fn= tell
+    _terms: LossTerms  # of the loss module that was given
     _notices: Notices
     _patterns: tuple[str, ...] | None  # of the layers to serve
     _measurements: Measurements | None
@@ -102,6 +104,7 @@ class LayerOptimizer(WithFallback):
     def _require(self) -> None:
         """Plan the next step, and tell layers and hooks what it will need."""
         self._plan = Plan(self._local_groups(), self._components)
+        self._terms.wanted = self._averages
         require(
             self._plan,
             self._layers,
@@ -174,7 +177,7 @@ class LayerOptimizer(WithFallback):
     def _detect_transfers(self) -> None:
         """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
         if self._loss.unseen is not None:
-            self._loss = seen_loss(self._layers, self._loss)
+            self._loss = seen_loss(self._layers, self._loss, self._hooks.output_shape)
         told = contradiction(self._layers, self._loss)
         if told:
             self._notices.once("loss", told)
@@ -283,13 +286,24 @@ class LayerOptimizer(WithFallback):
 
     def _loss_terms(self) -> float:
         """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
-        facts = self._hooks.loss_facts if self._loss.facts is None else self._loss.facts
-        if not facts.sums:
+        found = self._hooks.loss_facts
+        facts = found if self._loss.facts is None else self._loss.facts
+        if not facts.sums or not self._averages:
             return 1.0
-        terms = count_loss_terms(self._layers, facts.by_row)
-        if terms is None and any(g["local_reduction"] == "mean" for g in self._local_groups()):
+        terms = self._terms.total(self._layers)
+        if terms is None and all(len(layer.passes) == 1 for layer in self._layers if layer.calls):
+            terms = found.terms
+        if terms is None:
+            terms = count_loss_terms(self._layers, facts.by_row)
+        self._terms.clear()
+        if terms is None:
             self._notices.unknown_terms()
         return float(terms or 1)
+
+    @property
+    def _averages(self) -> bool:
+        """True if a local problem is averaged over its rows."""
+        return any(group["local_reduction"] == "mean" for group in self._local_groups())
 
     def _groups_with_rates(self) -> list[Group]:
         """Return the groups whose schedules move the rates of the outer optimizer."""

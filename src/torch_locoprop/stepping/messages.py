@@ -112,7 +112,9 @@ class Notices:
             "terms",
             'local_reduction="mean" divides a summed loss by the number of its terms. That number is '
             "not known, because what the model returns is not the output of one layer with a local "
-            'problem. The sum is used without a division. Use a loss with reduction="mean".',
+            "problem, or several losses are summed. The sum is used without a division. Use a loss "
+            'with reduction="mean", or pass one of PyTorch\'s loss modules, called once in each '
+            "backward pass, as loss_fn=.",
         )
 
 

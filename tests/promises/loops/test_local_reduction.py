@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 from cases import assert_close, batch, cross_entropy, network, weights
 from promises.loops.plain import data, distance, each_variant, loco, make
-from promises.loops.test_several_losses import TwoHeads
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
@@ -74,32 +72,6 @@ def test_the_sum_does_depend_on_the_batch_size(variant: str) -> None:
     one = trained(variant, nn.MSELoss(), x, y, reduction="sum")
     two = trained(variant, nn.MSELoss(), torch.cat([x, x]), torch.cat([y, y]), reduction="sum")
     assert distance(one, two) > 1e-4
-
-
-class Pooled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = network()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).mean(1, keepdim=True)
-
-
-@pytest.mark.parametrize("make_model", [Pooled, TwoHeads])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_terms_that_cannot_be_counted_are_told(reduction: str, make_model: type[nn.Module]) -> None:
-    """After an operation the number of terms may differ; two outputs may have one loss or two."""
-    model, criterion = make_model(), nn.MSELoss(reduction=reduction)
-    opt = LocoProp(model, local_reduction="mean", loss_fn=criterion)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            outputs = model(batch(8, 6))
-            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-            sum(criterion(each, torch.zeros_like(each)) for each in outputs).backward()
-            opt.step()
-            opt.zero_grad()
-    assert sum("number of its terms" in str(w.message) for w in told) == (reduction == "sum")
 
 
 def test_without_a_loss_the_batch_size_does_not_matter() -> None:
@@ -198,77 +170,3 @@ def test_what_is_done_to_a_sum_is_seen(first: str) -> None:
         results.append(weights(model))
     assert_close(results[1], results[0], 1e-10)
     assert_close(results[2], results[0], 1e-10)
-
-
-def ends(model: nn.Module, loss: nn.Module, x: Tensor, y: Tensor, closure: bool) -> list[Tensor]:
-    """Return the weights after two steps, with the loss given or returned by a closure."""
-    opt = LocoProp(
-        model,
-        variant="locoprop-s",
-        solver="sgd",
-        momentum=0.0,
-        lr=0.3,
-        gamma=4.0,
-        local_reduction="mean",
-        loss_fn=None if closure else loss,
-        fallback=lambda ps: torch.optim.SGD(ps, lr=0.0),
-    )
-
-    def backward() -> Tensor:
-        opt.zero_grad()
-        found = loss(model(x), y)
-        found.backward()
-        return found
-
-    for _ in range(2):
-        if closure:
-            opt.step(backward)
-        else:
-            backward()
-            opt.step()
-    return weights(model)
-
-
-@pytest.mark.parametrize("closure", [True, False])
-@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.MSELoss])
-def test_the_loss_tells_its_number_of_terms(closure: bool, loss: Any) -> None:
-    """Classes of pixels have a softmax over the channels, which is no transfer of the layer."""
-    x = batch(2, 3, 6, 6)
-    y = (10 * batch(2, 6, 6)).long() % 4 if loss is nn.CrossEntropyLoss else batch(2, 4, 6, 6)
-    results = []
-    for reduction in ("mean", "sum"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 4, 1))
-        results.append(ends(model.double(), loss(reduction=reduction), x, y, closure))
-    assert_close(*results, 1e-12)
-
-
-@pytest.mark.parametrize("closure", [True, False])
-def test_a_squared_error_of_a_softmax_has_a_term_for_each_class(closure: bool) -> None:
-    results = []
-    for reduction in ("mean", "sum"):
-        model = nn.Sequential(*network(), nn.Softmax(-1))
-        loss = nn.MSELoss(reduction=reduction)
-        results.append(ends(model, loss, batch(8, 6), batch(8, 3, seed=2), closure))
-    assert_close(*results, 1e-12)
-
-
-class Cosine(nn.Module):
-    """A classifier whose weight is normalized: no layer with a local problem is the output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc = nn.Linear(6, 8).double()
-        self.w = nn.Parameter(torch.randn(5, 8, dtype=torch.float64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(self.fc(x).tanh(), nn.functional.normalize(self.w))
-
-
-@pytest.mark.parametrize("closure", [True, False])
-def test_terms_behind_a_cosine_head_are_not_known(closure: bool) -> None:
-    x, y = batch(12, 6), torch.arange(12) % 5
-    with pytest.warns(UserWarning, match="That number is not known"):
-        ends(Cosine(), nn.CrossEntropyLoss(reduction="sum"), x, y, closure)
-    ends(Cosine(), nn.CrossEntropyLoss(), x, y, closure)  # no warning

@@ -1,0 +1,122 @@
+"""Reads from the autograd graph of a loss whether it sums or averages its terms, and how many it sums.
+
+PyTorch's losses save their reduction in their autograd nodes. A sum or mean that is written out, such
+as ``(output - y).square().sum()``, has a node of its own. Shapes are read from nodes, because saved
+tensors are gone after a backward pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from torch_locoprop.recording.node_marks import KEY, MODEL_OUTPUT, is_transparent, node_notes
+from torch_locoprop.recording.node_transfers import output_shape
+
+_MEAN, _SUM = 1, 2  # the values of a reduction in PyTorch's autograd nodes
+_WRITTEN_OUT = {"SumBackward": _SUM, "MeanBackward": _MEAN}
+_BY_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")  # losses with a term for each row
+
+
+class LossFacts(NamedTuple):
+    """What the autograd graph of a loss tells about its terms."""
+
+    sums: bool | None  # True: it sums its terms; False: it averages them; None: not known
+    by_row: bool | None  # True: a term for each row; False: for each element; None: not known
+    terms: int | None = None  # how many terms it sums, if one sum is all of it
+
+    def of_any_size(self, shape: Sequence[int]) -> LossFacts:
+        """Return what holds for outputs of other sizes, as far as an output of this shape tells."""
+        by_row = self.by_row
+        if self.terms is not None:
+            sizes = {math.prod(shape): False, math.prod(shape[:-1]): True}
+            by_row = self.by_row or sizes.get(self.terms)
+        return LossFacts(self.sums, by_row)
+
+
+class _Reduction(NamedTuple):
+    """A node that sums or averages the terms of a loss."""
+
+    kind: int | None  # _MEAN or _SUM; None for a sum that is changed afterwards: it may be a mean
+    by_row: bool | None
+    terms: int | None
+
+
+def inspect_loss(loss: Tensor) -> LossFacts:
+    """Return what the autograd graph of a loss tells about its terms.
+
+    A sum that is changed afterwards, for example divided by the number of terms, may be a mean: its
+    autograd graph does not tell. Sums that are written out count if none of PyTorch's losses is there,
+    because they may be penalties.
+    """
+    own, written_out = [], []
+    seen: set[tuple[Node, bool]] = set()
+    stack = [(loss.grad_fn, True)]  # nodes; True if the node's output enters the loss unchanged
+    while stack:
+        node, unchanged = stack.pop()
+        if node is None or (node, unchanged) in seen or _is_layer(node):
+            continue
+        seen.add((node, unchanged))
+        kind = getattr(node, "_saved_reduction", None)
+        if kind is not None:
+            own.append(_reduction(node, kind, unchanged))
+            continue
+        kind = _written_out(node)
+        if kind is not None and _reaches_layer(node):
+            terms = math.prod(node._saved_self_sym_sizes)  # type: ignore[attr-defined]
+            changed = None if kind == _SUM and not unchanged else kind
+            written_out.append(_Reduction(changed, None, terms))
+        same = node.name() in ("AddBackward0", "SubBackward0") or is_transparent(node)
+        stack += [(below, unchanged and same) for below, _ in node.next_functions]
+    return _facts(own or written_out)
+
+
+def _facts(found: list[_Reduction]) -> LossFacts:
+    """Return what all reductions of a loss have in common."""
+    kinds, by_row = {each.kind for each in found}, {each.by_row for each in found}
+    sums = None if len(kinds) != 1 or not kinds <= {_MEAN, _SUM} else _SUM in kinds
+    if sums and len(by_row) > 1:
+        sums = None
+    terms = found[0].terms if len(found) == 1 else None
+    return LossFacts(sums, by_row.pop() if len(by_row) == 1 else False, terms)
+
+
+def _reduction(node: Node, kind: Any, unchanged: bool) -> _Reduction:
+    """Return the reduction of one of PyTorch's losses; those of classes take rows of scores."""
+    by_row = node.name().startswith(_BY_ROW)
+    below = node.next_functions[0][0]
+    shape = [] if below is None else output_shape(below)
+    features = shape[min(1, len(shape) - 1)] if by_row and shape else 1
+    terms = math.prod(shape) // max(features, 1) if shape else None
+    return _Reduction(kind if unchanged or kind == _MEAN else None, by_row, terms)
+
+
+def _written_out(node: Node) -> int | None:
+    """Return the kind of a node that sums or averages all elements of a tensor; otherwise None."""
+    kind = _WRITTEN_OUT.get(node.name().rstrip("01"))
+    return kind if not output_shape(node) else None
+
+
+def _is_layer(node: Node) -> bool:
+    return node_notes(node).get(KEY, MODEL_OUTPUT).is_layer
+
+
+def _reaches_layer(node: Node) -> bool:
+    """Return True if a node's output is computed from that of a layer: it is no penalty on weights."""
+    return any(map(_is_layer, _below(node)))
+
+
+def _below(node: Node) -> Iterator[Node]:
+    """Yield the nodes that a node's output is computed from, up to the layers before it."""
+    seen, stack = set(), [node]
+    while stack:
+        for below, _ in stack.pop().next_functions:
+            if below is not None and below not in seen:
+                seen.add(below)
+                yield below
+                if not _is_layer(below):
+                    stack.append(below)
