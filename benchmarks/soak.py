@@ -119,11 +119,14 @@ def survive_kills(
         bits: returns what the work has computed in a folder.
         kills: number of kills.
         seed: of the moments.
+
+    Returns:
+        The numbers of kills, of kills that hit a process which had written to its folder, and of ends.
     """
     # A server that has imported torch forks every process, which takes milliseconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    moments, done, ended = random.Random(seed), 0, 0
+    moments, done, wrote, ended = random.Random(seed), 0, 0, 0
     with tempfile.TemporaryDirectory() as place:
 
         def begin(folder: Path) -> Any:
@@ -144,12 +147,14 @@ def survive_kills(
         expected = finish(Path(place) / "undisturbed")
         folder = Path(place) / "0"
         while done < kills:
+            before = files(folder)
             process = begin(folder)
             process.join(moments.uniform(0, LONGEST))
             process.kill()
             process.join()
             if process.exitcode == -signal.SIGKILL:
                 done += 1
+                wrote += files(folder) != before
                 continue
             if process.exitcode != 0:
                 raise BrokenPromiseError(f"a resumed process ended with {process.exitcode}")
@@ -157,7 +162,13 @@ def survive_kills(
             check_same(bits(folder), expected, f"after {done} kills")
             folder = Path(place) / str(ended)
         check_same(finish(folder), expected, f"after {done} kills")
-    return {"kills": done, "ends": ended + 1}
+    return {"kills": done, "after_a_write": wrote, "ends": ended + 1}
+
+
+def files(folder: Path) -> list[tuple[str, int, int]]:
+    """Return names, sizes and times of all files in a folder."""
+    found = ((path, path.stat()) for path in sorted(folder.rglob("*")))
+    return [(str(path), stat.st_size, stat.st_mtime_ns) for path, stat in found]
 
 
 def check_same(found: Any, expected: Any, when: str) -> None:
