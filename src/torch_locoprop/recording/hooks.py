@@ -14,6 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor, distributed, nn
 
 from torch_locoprop.distributed.ddp import are_averaged, averaging_processes
 from torch_locoprop.distributed.fully_shard import is_replicated, local
+from torch_locoprop.distributed.pipeline import Pipeline, pipeline_of
 from torch_locoprop.fast.dispatch import overlap, streams
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, is_distributed, joined_inputs
@@ -67,7 +69,7 @@ class ModelHooks:
         self.before_forward: weakref.WeakMethod[Callable[[], None]] | None = None
         self.record_post_gradients = False  # record ∂L/∂y
         self.processes: Any = None  # the process group that averages gradients, once seen
-        self.averaged = True  # it averages those of the last forward pass: not under no_sync()
+        self.averaged = True  # the last forward pass was not under no_sync()
         self.compiled_graphs: set[CompiledGraph] = set()  # those that call a watched layer
         self.leaves: set[int] = set()  # ids of leaves used by operations outside of layers
         self.output_shape: torch.Size | None = None  # of the model's output, if it is one tensor
@@ -112,6 +114,19 @@ class ModelHooks:
     def draws_labels(self) -> bool:
         """True if forward passes draw labels at present."""
         return self._seed is not None
+
+    @cached_property
+    def pipeline(self) -> Pipeline:
+        """What is known of the pipeline to which the layers belong."""
+        return pipeline_of(self.layers)
+
+    @property
+    def is_alone(self) -> bool:
+        """True if DDP does not average the gradients of the last forward pass: under ``no_sync()``.
+
+        Schedules of a pipeline use that context too, and average after their last backward pass.
+        """
+        return self.processes is not None and not (self.averaged or self.pipeline.is_used)
 
     def clear(self) -> None:
         """Drop everything that was recorded."""

@@ -253,6 +253,10 @@ class LayerRecord:
         self.calls[:0] = earlier
         self.drop_overwritten()
 
+    def note_reduction(self) -> None:
+        """Note, after a pass, whether ``fully_shard`` has added up the processes' gradients."""
+        self.sharded.end_pass(self._gradients())
+
     def _versions(self) -> Versions:
         """Return memory and version of the gradients as they are now."""
         return [
@@ -282,8 +286,7 @@ class LayerRecord:
         self._pending.pop(backward_pass, None)
         self._replacing.pop(backward_pass, None)
         if self.shards is not None and self._committed:
-            # After the callback with which fully_shard ends a pass.
-            at_end(lambda: self.sharded.end_pass(self._gradients()))
+            at_end(self.note_reduction)  # after the callback with which fully_shard ends a pass
         self._committed = False
 
     def drop_overwritten(self) -> bool:

@@ -32,7 +32,7 @@ def agree(
     """
     sharded = [layer for layer in layers if layer.shards is not None]
     terms = _agree_on_shards(sharded, count_terms) if sharded else count_terms()
-    if hooks.processes is not None and not hooks.averaged:
+    if hooks.is_alone:
         for layer in trained:  # a step inside no_sync(): each process has a problem of its own
             layer.shared_facts = None
     elif hooks.processes is not None:

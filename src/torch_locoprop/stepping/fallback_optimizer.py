@@ -99,7 +99,9 @@ def check_recorded(layers: Iterable[LayerRecord]) -> None:
             "(3) Compiled autograd is on, which runs no hooks. Turn it off. "
             "(4) nn.DataParallel is used, whose replicas have no hooks. Use DistributedDataParallel. "
             "(5) The backward pass ran inside a compiled function, which runs no hooks. Compile the "
-            "model, or the computation of the loss, and call backward() and step() outside."
+            "model, or the computation of the loss, and call backward() and step() outside. "
+            "(6) A zero-bubble schedule of torch.distributed.pipelining computes weight gradients "
+            "without hooks. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
         )
 
 

@@ -230,7 +230,9 @@ class LayerOptimizer(WithFallback):
         if self._hooks.processes is not None or all(s and not s.same_inputs for s in shards):
             return False
         several = ddp.are_several() and self._plan.has_curvature()
-        return several and not ddp.is_tensor_parallel(self._model)
+        if not several or ddp.is_tensor_parallel(self._model):
+            return False
+        return not self._hooks.pipeline.has_all_processes
 
     @property
     def _is_sharded(self) -> bool:
@@ -242,7 +244,11 @@ class LayerOptimizer(WithFallback):
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
         check_intact(self._layers)
-        check_reduced(self._layers)
+        unreduced = [layer for layer in self._layers if layer.sharded.unreduced]
+        if unreduced and self._hooks.pipeline.is_used:  # which adds up after all backward passes
+            for layer in unreduced:
+                layer.note_reduction()
+        check_reduced(unreduced)
         if self._measurements is not None:
             self._measurements.clear()
         return {layer: own for layer in self._layers if (own := layer.with_gradient)}

@@ -1,0 +1,46 @@
+"""Models that are stages of a pipeline (``torch.distributed.pipelining``).
+
+The processes of a pipeline have different layers, and each solves the problems of its own. A schedule
+runs several forward passes before their backward passes. It averages the gradients of a stage under
+``DistributedDataParallel`` or ``fully_shard`` once, in or after the last of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from torch import distributed, nn
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What is known of the pipeline to which some layers belong."""
+
+    is_used: bool  # all of the layers belong to stages
+    has_all_processes: bool  # no other process has the same layers
+
+
+def pipeline_of(layers: Collection[nn.Module]) -> Pipeline:
+    """Return what is known of the pipeline to which layers belong.
+
+    All objects of this process are searched for stages, so the answer should be kept.
+    """
+    stages = _stages()
+    inside = {module for stage in stages for module in stage.submod.modules()}
+    is_used = bool(stages) and inside.issuperset(layers)
+    sizes = {stage.group_size for stage in stages}
+    return Pipeline(is_used, is_used and sizes == {distributed.get_world_size()})
+
+
+def _stages() -> list[Any]:
+    """Return the stages of pipelines that this process has."""
+    module = sys.modules.get("torch.distributed.pipelining.stage")
+    if module is None:  # no stage can exist
+        return []
+    kind = module._PipelineStageBase
+    # isinstance() would ask the objects themselves, and proxies of deleted objects raise.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
