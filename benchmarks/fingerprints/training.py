@@ -175,8 +175,6 @@ class Run:
         """Return the digests of the weights, the optimizer's state and the losses."""
         saved = self.optimizer.state_dict()
         state = {name: entry for name, entry in saved.items() if name != "param_groups"}
-        if "outer" in state:
-            state["outer"] = _without_groups(state["outer"])
         found = {
             "weights": digest(self.model.state_dict()),
             "state": digest(state),
@@ -194,13 +192,6 @@ class Run:
                 ]
             )
         return found
-
-
-def _without_groups(state: Any) -> Any:
-    """Return a nested state without parameter groups: they hold settings, not results."""
-    if isinstance(state, dict):
-        return {k: _without_groups(v) for k, v in state.items() if k != "param_groups"}
-    return [_without_groups(each) for each in state] if isinstance(state, list) else state
 
 
 def optimizer(case: Case, model: nn.Module) -> Any:

@@ -167,8 +167,7 @@ class LocoProp(LayerOptimizer):
         loss = self._forward_and_backward(closure)
         trained = self._layers_with_gradient()
         if self._has_no_problems(trained, skipped=closure is not None and loss is None):
-            if self._outer is not None and self._outer.trains_rest:
-                self._outer.step({}, self._outer.factors(self._groups_with_rates()))
+            self._step_without_problems(trained)
             self._step_others()
             return loss
         if not any(layer.calls for layer in trained):
@@ -283,16 +282,16 @@ class LocoProp(LayerOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this optimizer, of its fallback and of its outer optimizer."""
         own = {"counts": self._counts(), "structure": self._structure()}
-        state = {**super().state_dict(), **own}
-        return state if self._outer is None else {**state, "outer": self._outer.state_dict()}
+        return self._with_outer({**super().state_dict(), **own})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; raises before anything changes if it is that of another optimizer."""
         self._check_loadable(state_dict)
-        super().load_state_dict(state_dict)
+        own, of_outer = self._without_outer(state_dict)
+        super().load_state_dict(own)
         self._graphs.forget()  # they read the old state
         if self._outer is not None:
-            self._outer.load_state_dict(state_dict["outer"])
+            self._outer.load_state_dict(of_outer)
         self._counted = dict(state_dict.get("counts", {}))
         for layer in self._layers:
             layer.count_from(self._counted.get(layer.name, {}))

@@ -50,6 +50,7 @@ from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Plan, problems_before
 from torch_locoprop.stepping.outer_optimizer import Outer
+from torch_locoprop.stepping.outer_state import StateDict, saved_outer, with_outer, without_outer
 from torch_locoprop.stepping.requirements import (
     check_recorded_needs,
     needs_output,
@@ -274,13 +275,27 @@ class LayerOptimizer(WithFallback):
                 if p.grad is not None
             ]
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
-            if not still or any(holds(g.any(), unknown=True) for g in gradients):
-                return False
-            if not any(self.state.get(p) for own in trained.values() for p in own.values()):
-                self._make_empty_states(trained)
-            return True
+            return still and not any(holds(g.any(), unknown=True) for g in gradients)
         others = [group for group in self.param_groups if group["fallback"]]
         return skipped or any(p.grad is not None for group in others for p in group["params"])
+
+    def _step_without_problems(self, trained: Trained) -> None:
+        """Step the outer optimizer's other parameters, or make states without content.
+
+        Args:
+            trained: the layers with a gradient; it is zero, and so is the learning rate.
+        """
+        own = [p for tensors in trained.values() for p in tensors.values()]
+        if own and not any(self.state.get(p) for p in own):
+            self._make_empty_states(trained)
+        if self._outer is None:
+            return
+        factors = self._outer.factors(self._groups_with_rates())
+        if own and all(float(group["lr"]) == 0 for group in self.param_groups):
+            zeros = {p: p.grad for p in own if p.grad is not None}
+            self._outer.make_empty_states(zeros, factors)
+        elif self._outer.trains_rest:
+            self._outer.step({}, factors)
 
     def _make_empty_states(self, trained: Trained) -> None:
         """Give all layers states without content, for tools that load saved states into them."""
@@ -377,11 +392,10 @@ class LayerOptimizer(WithFallback):
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if a state dict is not that of an optimizer made like this one."""
-        if ("outer" in state_dict) != (self._outer is not None):
+        outer = saved_outer(state_dict)
+        if (outer is None) != (self._outer is None):
             raise ValueError(
-                "The state dict and this optimizer differ in apply=: one has an outer optimizer. Tools "
-                "that keep nothing but state and param_groups, as torch.distributed.checkpoint does, "
-                "lose its state: save opt.state_dict() itself."
+                "The state dict and this optimizer differ in apply=: one has an outer optimizer."
             )
         for group in state_dict["param_groups"]:
             if "fallback" not in group:
@@ -390,12 +404,28 @@ class LayerOptimizer(WithFallback):
                 self._check_loaded_group({**self.defaults, **group})
         check_division(state_dict["param_groups"], self.param_groups)
         check_structure(state_dict.get("structure", {}), self._structure())
-        if self._outer is not None:
-            self._outer.check_loadable(state_dict["outer"])
+        if self._outer is not None and outer is not None:
+            self._outer.check_loadable(outer)
+
+    def _with_outer(self, state_dict: StateDict) -> StateDict:
+        """Return a state dict with the state of the outer optimizer, if there is one."""
+        if self._outer is None:
+            return state_dict
+        return with_outer(state_dict, self._outer.optimizers, self._parameters())
+
+    def _without_outer(self, state_dict: StateDict) -> tuple[StateDict, list[StateDict]]:
+        """Return the state dict of this optimizer, and those of the outer optimizers."""
+        if self._outer is None:
+            return state_dict, []
+        return without_outer(state_dict, self._outer.optimizers, self._parameters())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Return all parameters in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"]]
 
     def _structure(self) -> dict[str, Any]:
         """Return what a state must have been saved with to fit: shapes, and the kind of fallback."""
-        shapes = ["×".join(map(str, p.shape)) for g in self.param_groups for p in g["params"]]
+        shapes = ["×".join(map(str, p.shape)) for p in self._parameters()]
         return {"shapes": shapes, "fallback": type(self._fallback).__name__}
 
     def _check_loaded_group(self, group: Group) -> None:

@@ -87,6 +87,7 @@ class Outer:
                 "all parameters."
             )
         self._params = params
+        self._is_empty = False  # the states have no content
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -135,6 +136,10 @@ class Outer:
             directions: the gradient of each parameter for this step; other parameters have none.
             factors: the factor of each parameter's learning rate for this step.
         """
+        if self._is_empty:
+            for optimizer in self.optimizers:
+                optimizer.state.clear()
+            self._is_empty = False
         rates = [(group, group["lr"]) for group in self.param_groups if group["params"]]
         gradients = [(p, p.grad) for p in self._params]
         try:
@@ -152,9 +157,18 @@ class Outer:
             for p, gradient in gradients:
                 p.grad = gradient
 
-    def state_dict(self) -> list[dict[str, Any]]:
-        """Return the state dicts of all optimizers."""
-        return [optimizer.state_dict() for optimizer in self.optimizers]
+    def make_empty_states(
+        self, gradients: Mapping[nn.Parameter, Tensor], factors: Mapping[nn.Parameter, float]
+    ) -> None:
+        """Make states without content, into which tools load saved ones, unless there are states.
+
+        Args:
+            gradients: the gradient of each parameter, zeros.
+            factors: the factor of each parameter's learning rate, zero.
+        """
+        if not any(optimizer.state for optimizer in self.optimizers):
+            self.step(gradients, factors)
+            self._is_empty = True
 
     def check_loadable(self, states: Sequence[dict[str, Any]]) -> None:
         """Raise ``ValueError`` if the state dicts are not those of such optimizers."""
@@ -175,6 +189,7 @@ class Outer:
         """Load the state dicts of all optimizers."""
         for optimizer, state in zip(self.optimizers, states, strict=True):
             optimizer.load_state_dict(state)
+        self._is_empty = False
 
 
 def _sizes(groups: Iterable[Mapping[str, Any]]) -> list[int]:
