@@ -200,7 +200,9 @@ def locoprop_s(
 
 
 def locoprop_m(model: Transformer, processes: int, *, local_steps: int, rows: int) -> Cost:
-    """Return the cost of T iterations of LocoProp-M: the rows are gathered once, in float32.
+    """Return the cost of T iterations of LocoProp-M, in float32.
+
+    The rows are gathered once, or weights are exchanged in each iteration: whichever is less.
 
     Args:
         model: the model.
@@ -210,8 +212,10 @@ def locoprop_m(model: Transformer, processes: int, *, local_steps: int, rows: in
     """
     total = Cost()
     for d, n in model.matrices:
-        traffic = communication.by_rows(rows // processes, n, processes, FULL)
-        total += _exchange(traffic, processes)
+        gathers = communication.by_rows(rows // processes, n, processes, FULL)
+        iterates = communication.by_iterations(d, n, local_steps, processes, FULL)
+        costs = [_exchange(traffic, processes) for traffic in (gathers, iterates)]
+        total += min(costs, key=lambda cost: cost.received)
         total += Cost(flop=(local_steps - 1) * 4 * rows * n * d / processes)
     return total
 

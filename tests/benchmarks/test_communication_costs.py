@@ -83,9 +83,12 @@ def test_locoprop_s_by_hand(structure: str, squares: int, cubes: int, products: 
 
 
 def test_locoprop_m_by_hand() -> None:
-    found = costs.locoprop_m(TINY, 2, local_steps=4, rows=100)
+    few = costs.locoprop_m(TINY, 2, local_steps=4, rows=6)
+    many = costs.locoprop_m(TINY, 2, local_steps=4, rows=100)
     flags = 7 * 4
-    assert found == costs.Cost(0.5 * 4 * 100 * (6 * 4 + 8) + flags, 3 * 4 * 100 * 144 / 2)
+    assert few == costs.Cost(0.5 * 4 * 6 * (6 * 4 + 8) + flags, 3 * 4 * 6 * 144 / 2)
+    # Four gathers and three reduce-scatters of 144 weights, of which half come from the other process.
+    assert many == costs.Cost(0.5 * 4 * 7 * 144 + flags, 3 * 4 * 100 * 144 / 2)
 
 
 def test_the_spectral_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:

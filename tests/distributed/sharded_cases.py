@@ -91,6 +91,7 @@ CASES = {
     "clipped, M": Case(M, order="clipped", worlds=(2,)),
     "frozen layer": Case(M, order="frozen layer"),
     "frozen bias": Case(SPECTRAL, order="frozen bias"),
+    "frozen bias of M": Case({**M, "weight_decay": 0.1}, order="frozen bias"),
     "checkpointed": Case(M, "checkpointed", worlds=(2,)),
     "zero_grad late": Case(S, order="zero_grad late", worlds=(2,)),
     "discarded": Case(M, order="discarded", worlds=(2, 3)),

@@ -17,6 +17,16 @@ def test_the_formulas_of_a_large_layer() -> None:
     assert gram.sent_bytes(8) == 7 / 8 * 2 * gram.reduced_bytes
 
 
+def test_weights_in_each_iteration_are_less_than_many_rows() -> None:
+    """A layer of 5 outputs and 4 inputs with its bias on 2 processes: 3 rows of 5 numbers at most."""
+    found = communication.by_iterations(5, 5, 3, 2, 8)
+    whole = 2 * 3 * 5 * 8
+    assert found == communication.Traffic(1, 4, 3, 3 * whole, scatters=2, scattered_bytes=whole)
+    assert found.sent_bytes(2) == 4 + 3 * whole / 2 + whole
+    few, many = (communication.by_rows(rows, 4, 2, 8).sent_bytes(2) for rows in (18, 19))
+    assert few < found.sent_bytes(2) < many
+
+
 def test_the_owner_of_a_matrix_receives_it_and_all_receive_their_rows() -> None:
     """The first process owns the large matrix, the second one the two others."""
     shapes = [(4, 4), (8, 8), (5, 4)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -31,11 +32,24 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from traffic import check_counts
 
 from torch_locoprop import LocoProp
+from torch_locoprop.distributed import communication
 from torch_locoprop.stepping import divided_polar
-from torch_locoprop.stepping.layer_part import WHOLE
+from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, WHOLE
 
 # Cases on a mesh that replicates the shards (HSDP).
 REPLICATED = ("M", "S", "default", "softmax", "uneven", "uneven, convolution", "gate and cap")
+
+# Cases in which dense layers exchange weights in each iteration, whatever that costs.
+EXCHANGED = (
+    "M",
+    "momentum",
+    "mean",
+    "outer",
+    "uneven",
+    "accumulated",
+    "frozen bias of M",
+    "softmax",
+)
 
 # ---- equal to one process ----------------------------------------------------------------------
 
@@ -48,10 +62,15 @@ def _train_all(rank: int, folder: Path, world: int) -> None:
     if world == 4:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicated", "sharded"))
         runs += [(name, {"mesh": mesh}) for name in REPLICATED]
+        runs += [(name, {"mesh": mesh, "exchanged": True}) for name in EXCHANGED]
+    if world == 3:
+        runs += [(name, {"exchanged": True}) for name in EXCHANGED]
     for name, options in runs:
-        case = CASES[name]
-        model = sharded(case, network(case.model), **options)
-        opt = train(case, model, batch_bounds(case, rank, world), world)
+        case, on_mesh = CASES[name], {key: options[key] for key in options if key == "mesh"}
+        model = sharded(case, network(case.model), **on_mesh)
+        with _exchanging_weights() if "exchanged" in options else nullcontext():
+            opt = train(case, model, batch_bounds(case, rank, world), world)
+            assert (EXCHANGES_WEIGHTS in opt.summary()) or "exchanged" not in options
         own = [entry for state in opt.state.values() for entry in state.values()]
         replicated = [entry for entry in own if not isinstance(entry, DTensor)]
         found[name, *options] = (whole_tensors(model), replicated, opt.summary())
@@ -60,6 +79,11 @@ def _train_all(rank: int, folder: Path, world: int) -> None:
         _check_steps_that_are_no_ordinary_ones(rank)
     if world == 3:
         check_counts(rank, world)
+
+
+def _exchanging_weights() -> AbstractContextManager[object]:
+    """Let layers exchange weights in each iteration, as if that cost nothing."""
+    return patch.object(communication, "by_iterations", lambda *args: communication.Traffic())
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
@@ -105,6 +129,8 @@ def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
     _the_state_of_one_process(rank)
     _a_layer_that_is_not_sharded()
     _rows_that_stand_for_others(rank)
+    with _exchanging_weights():
+        _rows_that_stand_for_others(rank)
     _polar_factors_in_several_rounds(rank)
 
 

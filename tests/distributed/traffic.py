@@ -14,12 +14,14 @@ from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
 from torch_locoprop.paper.spectral import polar
 from torch_locoprop.stepping import divided_polar
+from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS
 
 REDUCTIONS = (torch.ops.c10d.allreduce_,)
 GATHERS = (torch.ops.c10d._allgather_base_, torch.ops.c10d.allgather_)
 EXCHANGES = (torch.ops.c10d.alltoall_base_,)
+SCATTERS = (torch.ops.c10d._reduce_scatter_base_,)
 OWNERS = (0, 1)  # of the two polar factors
-ALL = (*REDUCTIONS, *GATHERS, *EXCHANGES)
+ALL = (*REDUCTIONS, *GATHERS, *EXCHANGES, *SCATTERS)
 
 
 class Counted(CommDebugMode):
@@ -41,7 +43,7 @@ class Counted(CommDebugMode):
         counts = self.get_comm_counts()
         assert set(counts) <= set(ALL), counts
         parts: list[int] = []
-        for packets in (REDUCTIONS, GATHERS, EXCHANGES):
+        for packets in (REDUCTIONS, GATHERS, EXCHANGES, SCATTERS):
             parts += [
                 sum(counts.get(p, 0) for p in packets),
                 sum(self.bytes.get(p, 0) for p in packets),
@@ -52,11 +54,13 @@ class Counted(CommDebugMode):
 def expected(name: str, world: int, rank: int, rows: int, step: int) -> Traffic:
     """Return the traffic of a step of the model "smooth", whose layers are 6 → 8 → 6 with biases."""
     total = communication.of_all_layers(2, world)
-    for n in (6, 8):
+    for n, d in ((6, 8), (8, 6)):
         if name in ("S", "closed form"):
             total = total.plus(communication.through_gram(n, 8))
         elif name == "M":
             total = total.plus(communication.by_rows(rows, n, world, 8))
+        elif name == "M, many rows":
+            total = total.plus(communication.by_iterations(d, n + 1, 4, world, 8))
         else:
             renews = step < 10 or step % 10 == 0
             agreement = name == "spectral with agreement"
@@ -72,18 +76,23 @@ def check_counts(rank: int, world: int) -> None:
 
     Compare also how many polar factors this process computes with the matrices that it owns.
     """
-    for name in ("S", "closed form", "M", "spectral", "spectral with agreement"):
-        case = CASES[name]
+    names = ("S", "closed form", "M", "M, many rows", "spectral", "spectral with agreement")
+    for name in names:
+        case = CASES[name.removesuffix(", many rows")]
         model = sharded(case, network("smooth"))
         opt = make_optimizer(case, model)
-        part = batch_bounds(case, rank, world)
+        part, size = batch_bounds(case, rank, world), 24
+        if "many rows" in name:
+            part, size = slice(None), 40
         for step in range(12 if "spectral" in name else 2):
-            x = torch.rand(24, 6).double()[part]
+            x = torch.rand(size, 6).double()[part]
             loss_of(case, model(x), x).backward()  # type: ignore[no-untyped-call]
             with Counted() as counted, patch.object(divided_polar, "polar", wraps=polar) as factors:
                 opt.step()
             opt.zero_grad()
             owned = OWNERS.count(rank) if "spectral" in name else 0
             assert factors.call_count == owned, (name, rank)
+            note = EXCHANGES_WEIGHTS if "many rows" in name else GATHERS_ROWS
+            assert opt.summary().count(note) == (2 if name.startswith("M") else 0)
             if step > 0:
                 assert counted.traffic() == expected(name, world, rank, len(x), step), (name, step)

@@ -2,8 +2,9 @@
 
 Symbols: P processes, each with r input rows of a layer; W is ``[d, n]``; numbers of ``itemsize`` bytes.
 Bytes are those of the tensor that a collective leaves in each process. A process sends (P − 1)/P of
-them for an all-gather in a ring, twice as many for an all-reduce, and in an all-to-all as many as it
-receives, which is (P − 1)/P of them on average over the processes.
+them for an all-gather in a ring, twice as many for an all-reduce, P − 1 times as many for a
+reduce-scatter, and in an all-to-all as many as it receives, which is (P − 1)/P of them on average over
+the processes.
 
 What ``fully_shard`` itself exchanges for the passes, and what a fallback does, is not counted. The
 formulas are for layers that separate by rows, on a mesh of one dimension.
@@ -30,6 +31,8 @@ class Traffic(NamedTuple):
     gathered_bytes: int = 0
     exchanges: int = 0  # number of all-to-alls
     exchanged_bytes: int = 0
+    scatters: int = 0  # number of reduce-scatters
+    scattered_bytes: int = 0
 
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum of two parts of a step."""
@@ -38,7 +41,8 @@ class Traffic(NamedTuple):
     def sent_bytes(self, processes: int) -> float:
         """Return the bytes that each process sends if reductions and gathers are rings."""
         share = (processes - 1) / processes
-        return share * (2 * self.reduced_bytes + self.gathered_bytes + self.exchanged_bytes)
+        of_whole = 2 * self.reduced_bytes + self.gathered_bytes + self.exchanged_bytes
+        return share * of_whole + (processes - 1) * self.scattered_bytes
 
 
 def of_all_layers(layers: int, processes: int) -> Traffic:
@@ -52,7 +56,7 @@ def through_gram(n: int, itemsize: int) -> Traffic:
 
 
 def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
-    """Return LocoProp-M: the input rows of all processes.
+    """Return LocoProp-M where rows are gathered: the input rows of all processes, once.
 
     Args:
         rows: r, the largest number of rows of a process.
@@ -62,6 +66,28 @@ def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
     """
     gathered = processes * rows * n * itemsize
     return Traffic(gathers=1, gathered_bytes=gathered).plus(_finite())
+
+
+def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsize: int) -> Traffic:
+    """Return LocoProp-M where weights are exchanged: at the start and in each iteration but the first.
+
+    Each process gathers ``[W b]`` for its own input rows. The sum of their gradients goes back to the
+    processes that have the rows of ``[W b]``.
+
+    Args:
+        d: outputs.
+        columns: columns of ``[W b]``.
+        local_steps: T, at least 2.
+        processes: P.
+        itemsize: bytes of a number.
+    """
+    own = -(-d // processes) * columns * itemsize  # as many as the process with most rows
+    return Traffic(
+        gathers=local_steps,
+        gathered_bytes=local_steps * processes * own,
+        scatters=local_steps - 1,
+        scattered_bytes=(local_steps - 1) * own,
+    ).plus(_finite())
 
 
 def spectral(n: int, itemsize: int, *, renews: bool, agreement: bool) -> Traffic:

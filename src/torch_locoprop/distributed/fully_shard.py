@@ -25,9 +25,12 @@ from torch_locoprop.layers.base import is_distributed
 NAMES = ("weight", "bias")
 NO_GRADIENT = -1  # in place of a number of passes: the layer does not move
 
-# The name of the all-gather into one tensor since PyTorch 2.13, and before.
+# The names of collectives of one tensor since PyTorch 2.13, and before.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or getattr(
     distributed, "all_gather_into_tensor", None
+)
+_reduce_scatter: Any = getattr(distributed, "reduce_scatter_single", None) or getattr(
+    distributed, "reduce_scatter_tensor", None
 )
 
 
@@ -63,6 +66,25 @@ class Shards:
     def processes(self) -> int:
         """The number of processes among which the rows are divided."""
         return int(self.mesh.size(self.dimension))
+
+    def whole(self, rows: Tensor) -> Tensor:
+        """Return the tensor ``[d, ...]`` of which every process has some rows, by an all-gather."""
+        padded = _padded(rows, -(-self.d // self.processes))
+        return _gathered(padded, self.mesh.get_group(self.dimension))[: self.d]
+
+    def own_sum(self, whole: Tensor) -> Tensor:
+        """Return this process's rows of the sum over all processes of tensors ``[d, ...]``.
+
+        This is a reduce-scatter and, on a mesh of several dimensions, an all-reduce along the others.
+        """
+        most = -(-self.d // self.processes)
+        padded = _padded(whole, most * self.processes).contiguous()
+        found = padded.new_empty(most, *whole.shape[1:])
+        _reduce_scatter(found, padded, group=self.mesh.get_group(self.dimension))
+        for dimension in range(self.mesh.ndim):
+            if dimension != self.dimension:
+                distributed.all_reduce(found, group=self.mesh.get_group(dimension))
+        return found[: len(self.own(whole))]
 
     def add_up(self, of_rows: Tensor) -> Tensor:
         """Return the sum over the processes that have the other rows of the layer's tensors."""

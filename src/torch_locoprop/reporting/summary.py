@@ -10,10 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
+from torch_locoprop.config.groups import Group
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.model_scan import Unserved, newcomers
 from torch_locoprop.stepping.first_step import FirstStep
-from torch_locoprop.stepping.layer_part import WHOLE, part_of
+from torch_locoprop.stepping.layer_part import part_of
 from torch_locoprop.stepping.method import LayerPlan, Plan
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
@@ -45,7 +46,7 @@ def summary_of(
     """
     present = set(model.modules())
     rows = [
-        layer_row(layer, plan.of(layer), plan.group(layer)["steps"], layer.module in present)
+        layer_row(layer, plan.of(layer), plan.group(layer), layer.module in present)
         for layer in layers
     ]
     for module in unserved:
@@ -60,13 +61,13 @@ def summary_of(
     return f"{table(rows, HEADER)}\n\n{last}{first_steps(layers) if unchanged else ''}"
 
 
-def layer_row(layer: LayerRecord, plan: LayerPlan, steps: int, in_model: bool) -> tuple[str, ...]:
+def layer_row(layer: LayerRecord, plan: LayerPlan, group: Group, in_model: bool) -> tuple[str, ...]:
     """Return the row of a layer with a local problem.
 
     Args:
         layer: the record of the layer.
         plan: the variant that serves the layer, and a note on it.
-        steps: number of steps taken so far.
+        group: the settings of the layer.
         in_model: False if the layer was removed from the model.
     """
     if not in_model:
@@ -77,12 +78,12 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, steps: int, in_model: bool) -
     note = plan.note
     transfer = layer.transfer.name if layer.transfer else ("none" if layer.note else "?")
     if not (layer.decided or layer.explicit or layer.note or layer.obstacle):
-        note = "no backward pass has reached it yet" if steps else DETECTED_LATER
+        note = "no backward pass has reached it yet" if group["steps"] else DETECTED_LATER
         if layer.shared_facts is not None and layer.shared_facts.rows > 0:
             note = "only rows of other processes have reached it: it takes BackProp steps"
     part = part_of(layer, plan.method)
-    if part is not None and part.is_whole:
-        note = note or WHOLE
+    if part is not None:
+        note = note or part.note(layer, plan.method, group)
     if not layer.trained:
         note = "frozen"
     shape = _shapes([layer.tensors["weight"]])

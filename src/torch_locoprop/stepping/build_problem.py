@@ -88,12 +88,13 @@ def local_problem(
     base = start if relative else {}
     start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
     weight: float | Tensor = of_each
+    linear_map = kind.linear_map
     if part is not None:
-        x, weight = part.with_all_inputs(layer, x, trained, mean)
+        x, weight, linear_map = part.inputs(layer, method, group, x, trained)
     elif any(call.kept is not None for call in layer.calls):
         weight = row_weight(layer, of_each)
     return LocalProblem(
-        linear_map=kind.linear_map,
+        linear_map=linear_map,
         x=x,
         start=start,
         fixed={n: kind.matrix(n, own[p]) for n, p in tensors.items() if n not in trained},

@@ -7,26 +7,41 @@ the whole problem and keeps its own rows of the solution.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torch_locoprop.config.groups import Group
+from torch_locoprop.distributed import communication
+from torch_locoprop.distributed.exchanged_map import ExchangedMap
 from torch_locoprop.distributed.fully_shard import Shards, SharedShardFacts, full, local
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.layers.base import is_distributed
 from torch_locoprop.layers.conv import ConvMap
-from torch_locoprop.paper.gram import Gram, saves_work
+from torch_locoprop.paper.gram import Gram, RowUse, saves_work
+from torch_locoprop.paper.linear_map import Dense, LinearMap
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording import row_reduction
 from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.solvers import FirstOrder
 from torch_locoprop.solvers.base import States
 from torch_locoprop.stepping.method import Method, is_ours
 
 WHOLE = "every process solves the whole layer, which does not separate by rows"
+GATHERS_ROWS = "gathers the rows of all processes"
+EXCHANGES_WEIGHTS = "exchanges weights in each iteration"
+
+
+class Inputs(NamedTuple):
+    """The inputs of a sharded layer as its problem has them."""
+
+    x: Any  # as linear_map takes them, or their Gram
+    row_weight: float | Tensor
+    linear_map: LinearMap
 
 
 @dataclass(frozen=True)
@@ -110,37 +125,88 @@ class Part:
 
     # ---- inputs ----------------------------------------------------------------------------------
 
-    def with_all_inputs(
-        self, layer: LayerRecord, x: Any, moved: Iterable[str], mean: bool
-    ) -> tuple[Any, float | Tensor]:
-        """Return the inputs of all processes, and the weight of each row.
+    def inputs(
+        self, layer: LayerRecord, method: Method, group: Group, x: Any, moved: Collection[str]
+    ) -> Inputs:
+        """Return what the problem needs of the inputs of all processes.
 
-        If the step needs no more than XᵀX, that is added up; otherwise the rows are gathered.
+        If the step needs no more than XᵀX, that is added up. Otherwise the rows are gathered, or they
+        stay where they are and weights are exchanged in each iteration.
 
         Args:
             layer: the record of the layer.
+            method: how its problem is solved.
+            group: the settings of the layer.
             x: the inputs that this process has recorded.
             moved: names of the tensors that the step moves.
-            mean: the local loss is a mean over rows.
         """
+        mean = group["local_reduction"] == "mean"
         facts, use, linear_map = layer.shared_facts, layer.row_use(moved), self.kind.linear_map
         assert isinstance(facts, SharedShardFacts)
         if not facts.all_have_rows or (use is not None and not use.is_any):
-            return x, 1.0  # which no solver will use
-        d, n = layer.kind.matrix("weight", layer.like).shape[-2:]
-        through_gram = facts.some_have_gram or isinstance(x, Gram)
-        if use is not None and not through_gram:
-            cheaper = saves_work(facts.rows, d, n, use.gradients)
-            through_gram = use.square or not linear_map.holds_rows or cheaper
-        if through_gram:
+            return Inputs(x, 1.0, linear_map)  # which no solver will use
+        if _goes_through_gram(layer, facts, use):
             dtype = layer.like.dtype if use is None else use.dtype(layer.like)
-            return self._gram(layer, x, dtype, mean), 1.0
+            return Inputs(self._gram(layer, x, dtype, mean), 1.0, linear_map)
+        if self.exchanges_weights(layer, method, gate=group["gate"]):
+            of_each = 1 / (layer.row_count * facts.processes) if mean else 1.0
+            exchanged = ExchangedMap(layer.kind.linear_map, self.shards, moved)
+            return Inputs(x, row_reduction.row_weight(layer, of_each), exchanged)
         weight = self._row_weight(layer, facts, mean)
         if isinstance(linear_map, ConvMap):
             x = self._all_images(linear_map, x)
         else:
             x = self.shards.all_inputs(x, facts.kept)
-        return x, weight
+        return Inputs(x, weight, linear_map)
+
+    def exchanges_weights(self, layer: LayerRecord, method: Method, *, gate: bool) -> bool:
+        """Return True if the exchange of weights in each iteration sends less than that of all rows.
+
+        Only facts that all processes know decide, so that all decide the same. Weights are exchanged
+        for dense layers and first-order solvers.
+
+        Args:
+            layer: the record of the layer.
+            method: how its problem is solved.
+            gate: the value of the objective is needed, for all rows.
+        """
+        facts, shards = layer.shared_facts, self.shards
+        iterates = isinstance(method.solver, FirstOrder) and not gate
+        dense = type(layer.kind.linear_map) is Dense
+        if self.is_whole or shards.same_inputs or not (iterates and dense):
+            return False
+        assert isinstance(facts, SharedShardFacts)
+        d, n = layer.kind.matrix("weight", layer.like).shape[-2:]
+        size, processes = layer.like.element_size(), facts.processes
+        rows = communication.by_rows(max(facts.kept), n, processes, size)
+        columns = n + ("bias" in layer.tensors)
+        weights = communication.by_iterations(
+            d, columns, method.local_steps, shards.processes, size
+        )
+        return weights.sent_bytes(shards.processes) < rows.sent_bytes(processes)
+
+    def note(self, layer: LayerRecord, method: Method, group: Group) -> str:
+        """Return how the problem got its rows in the last step; empty if no rows were exchanged.
+
+        Args:
+            layer: the record of the layer.
+            method: how its problem is solved.
+            group: the settings of the layer.
+        """
+        if self.is_whole:
+            return WHOLE
+        facts, use = (
+            layer.shared_facts,
+            layer.row_use([name for name, p in layer.tensors.items() if p.requires_grad]),
+        )
+        known = isinstance(facts, SharedShardFacts) and facts.all_have_rows
+        if not known or self.shards.same_inputs or (use is not None and not use.is_any):
+            return ""
+        assert isinstance(facts, SharedShardFacts)
+        if _goes_through_gram(layer, facts, use):
+            return ""
+        exchanged = self.exchanges_weights(layer, method, gate=group["gate"])
+        return EXCHANGES_WEIGHTS if exchanged else GATHERS_ROWS
 
     def _gram(self, layer: LayerRecord, x: Any, dtype: torch.dtype, mean: bool) -> Gram:
         """Return XᵀX of the rows of all processes, with their weights."""
@@ -177,6 +243,15 @@ class Part:
         of_all = self.shards.all_facts((known, len(numbers)))
         gathered = self.shards.all_inputs(numbers, [count for _, count in of_all])
         return linear_map.unpacked([each for facts, _ in of_all for each in facts], gathered)
+
+
+def _goes_through_gram(layer: LayerRecord, facts: SharedShardFacts, use: RowUse | None) -> bool:
+    """Return True if a problem is solved with XᵀX: it was kept, is needed, or takes less work."""
+    if use is None or facts.some_have_gram:
+        return facts.some_have_gram
+    d, n = layer.kind.matrix("weight", layer.like).shape[-2:]
+    holds_rows = layer.kind.linear_map.holds_rows
+    return use.square or not holds_rows or saves_work(facts.rows, d, n, use.gradients)
 
 
 def part_of(layer: LayerRecord, method: Method) -> Part | None:
