@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from torch_locoprop.paper import spectral
 from torch_locoprop.paper.spectral import (
     agreement,
     damped_inverse,
@@ -132,3 +133,21 @@ def test_matrices_without_a_cholesky_factor_keep_what_they_had() -> None:
     torch.testing.assert_close(damped_inverse(gram, damping, None)[1], eye)
     torch.testing.assert_close(damped_inverse(gram, damping, 7 * gram)[1], -7 * eye)
     torch.testing.assert_close(damped_inverse(gram, damping, 7 * gram)[0], eye / 1.5)
+
+
+@pytest.mark.parametrize("instructions", [(True, False), (True, True), (False, False)], ids=str)
+def test_bfloat16_on_a_cpu_only_where_it_is_fast_and_safe(
+    instructions: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bf16, tiles = instructions
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles)
+    spectral._cpu_has_bf16.cache_clear()
+    try:
+        large = torch.ones(2, 128, 300)
+        assert spectral.has_fast_bf16(large) == (bf16 and not tiles)
+        assert not spectral.has_fast_bf16(large.double())
+        assert not spectral.has_fast_bf16(large[:, :127])
+        assert not spectral.has_fast_bf16(large.to("meta"))
+    finally:
+        spectral._cpu_has_bf16.cache_clear()

@@ -320,3 +320,23 @@ def test_large_gradients_in_half_precision() -> None:
 
 def test_its_name() -> None:
     assert SOLVERS["spectral"] == Spectral()
+
+
+@pytest.mark.parametrize("products", ["bf16", "full"])
+def test_polar_factors_in_bfloat16(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step with products in bfloat16 is the step in float32 to bfloat16's rounding."""
+    ends = {}
+    for fast in (True, False):
+        monkeypatch.setattr(spectral, "has_fast_bf16", lambda matrix, fast=fast: fast)
+        torch.manual_seed(0)
+        model = nn.Linear(32, 32)
+        opt = LocoProp(model, preset="spectral", local_products=products)
+        start = model.weight.detach().clone()
+        model(torch.randn(64, 32)).square().sum().backward()
+        opt.step()
+        ends[fast] = model.weight.detach() - start
+    apart = (ends[True] - ends[False]).norm() / ends[False].norm()
+    if products == "full":
+        assert apart == 0
+    else:
+        assert 1e-4 < apart < 0.05

@@ -176,8 +176,9 @@ class Settings(TypedDict, total=False):
             choices=get_args(LocalProducts),
             meaning="precision of matrix products in local iterations: ``full`` is torch's (in "
             "float32 on a GPU to a factor of two: three products in TF32), ``bf16`` allows products "
-            "of bfloat16 where they are faster (on a GPU, linear layers). Weights and solver state "
-            "keep their precision, and the first iteration, which is BackProp, has no product.",
+            "of bfloat16 where they are faster (on a GPU, linear layers; polar factors also on CPUs "
+            "that have instructions for it). Weights and solver state keep their precision, and the "
+            "first iteration, which is BackProp, has no product.",
         ),
     ]
     maximize: Annotated[

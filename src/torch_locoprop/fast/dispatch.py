@@ -197,6 +197,11 @@ def write(ok: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             guarded_writes.write(ok.reshape(-1), pairs)
             torch.autograd.graph.increment_version([old for _, old in pairs])
             return
+    if ok.dim() == 0 and ok.is_cpu and "cpu" not in graphs.DEVICE_TYPES and type(ok) is Tensor:
+        if ok:  # the host need not wait for a device
+            for new, old in pairs:
+                old.copy_(new)
+        return
     for new, old in pairs:
         flag = ok if ok.device == new.device else ok.to(new.device)
         if flag.dim() > 0:

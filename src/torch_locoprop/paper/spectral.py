@@ -13,6 +13,7 @@ of that step; the averages that they take are kept by ``solvers/spectral.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from torch_locoprop.paper.tensors import Number
 # The quintic a·s + b·s³ + c·s⁵ raises small singular values fast and keeps large ones near one.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
+
+_SMALLEST_BF16 = 128  # rows or columns from which bfloat16 is faster on a CPU
 
 
 def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -43,7 +46,8 @@ def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     found = found if wide else found.mT
     for _ in range(_ITERATIONS):
         square = found @ found.mT
-        found = _plus_product(a, found, _plus_product(b, square, square, c * square), found)
+        polynomial = _plus_product(b, square, c, square, square)
+        found = _plus_product(a, found, 1.0, polynomial, found)
     return (found if wide else found.mT).to(matrix.dtype)
 
 
@@ -51,6 +55,26 @@ def polar_operations(d: int, n: int) -> int:
     """Return how many multiplications and additions :func:`polar` of a matrix ``[d, n]`` takes."""
     short, long = sorted((d, n))
     return _ITERATIONS * (4 * short**2 * long + 2 * short**3)
+
+
+def has_fast_bf16(matrix: Tensor) -> bool:
+    """Return True if products of such matrices ``[..., d, n]`` are faster in bfloat16.
+
+    On a CPU they are for matrices in float32 that are not small, if the processor has instructions for
+    bfloat16. Where it has tiles (AMX) too, such products end programs on some virtual machines with an
+    illegal instruction, so they are left out.
+    """
+    if matrix.is_cuda:
+        return True
+    large = matrix.dtype == torch.float32 and min(matrix.shape[-2:]) >= _SMALLEST_BF16
+    return large and matrix.device.type == "cpu" and _cpu_has_bf16()
+
+
+@cache
+def _cpu_has_bf16() -> bool:
+    bf16 = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    tiles = getattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    return bool(bf16()) and not tiles()
 
 
 def unit_length(matrix: Tensor) -> Tensor:
@@ -119,13 +143,13 @@ def damped_inverse(gram: Tensor, damping: Number, otherwise: Tensor | None) -> T
     return torch.where(failed, eye if otherwise is None else otherwise, inverse)
 
 
-def _plus_product(factor: float, start: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return ``factor · start + left @ right``."""
+def _plus_product(beta: float, start: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:
+    """Return ``beta · start + alpha · left @ right``."""
     if start.dim() == 2:
-        return torch.addmm(start, left, right, beta=factor)
+        return torch.addmm(start, left, right, beta=beta, alpha=alpha)
     if start.dim() == 3:
-        return torch.baddbmm(start, left, right, beta=factor)
-    return factor * start + left @ right
+        return torch.baddbmm(start, left, right, beta=beta, alpha=alpha)
+    return beta * start + alpha * (left @ right)
 
 
 def _at_least_tiny(tensor: Tensor) -> Tensor:

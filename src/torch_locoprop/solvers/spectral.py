@@ -29,6 +29,7 @@ from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.spectral import (
     agreement,
     equal_rows,
+    has_fast_bf16,
     length,
     polar,
 )
@@ -136,7 +137,7 @@ class Spectral(Solver):
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
                 found = StructuredGram.beside(found, state["inverse"]).times(found)
-        bf16 = problem.products == "bf16" and gradient.is_cuda
+        bf16 = problem.products == "bf16" and has_fast_bf16(gradient)
         return Direction(found, state, torch.bfloat16 if bf16 else None)
 
     def displaced(

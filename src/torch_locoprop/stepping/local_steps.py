@@ -183,7 +183,7 @@ class LocalSteps:
         if posed.fisher is not None:
             states[next(iter(trained))]["fisher"] = posed.fisher
         group = self.plan.group(layer)
-        entries = [*new.values(), *(entry for own in states.values() for entry in own.values())]
+        entries = [*new.values(), *_new_entries(states, posed.states)]
         settled = new.finite[0] if isinstance(new, Checked) else dispatch.finite(entries)
         if part is not None:
             settled, states = part.agreed(settled), part.kept_states(states)
@@ -273,6 +273,16 @@ def _state_like(parameter: nn.Parameter, state: Tensors) -> Tensors:
         key: value.to(device) if key == "step" else value.to(device, dtype)
         for key, value in state.items()
     }
+
+
+def _new_entries(states: States, before: States) -> list[Tensor]:
+    """Return the entries of solver states that the solver has changed."""
+    return [
+        entry
+        for name, state in states.items()
+        for key, entry in state.items()
+        if entry is not before[name].get(key)
+    ]
 
 
 def _state_pairs(

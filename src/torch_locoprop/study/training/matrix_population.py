@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.machine import (
@@ -33,7 +34,7 @@ from torch_locoprop.study.machine import (
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import schedules
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.matrix_updates import UPDATES, Passes, Tensors
+from torch_locoprop.study.training.matrix_updates import UPDATES, Passes
 from torch_locoprop.study.training.population_run import transfers_of
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
