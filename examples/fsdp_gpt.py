@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torch_locoprop import LocoProp
+from torch_locoprop.distributed.checkpoint import check_complete
 
 CONTEXT, BATCH = 32, 32  # characters of a window, and windows of all processes together
 
@@ -53,11 +54,15 @@ def last_checkpoint(folder: Path) -> Path | None:
 def save(folder: Path, model: nn.Module, opt: LocoProp) -> None:
     """Save model and optimizer, each process its own part."""
     weights, state = get_state_dict(model, opt)
-    dcp.save({"model": weights, "opt": state}, checkpoint_id=folder)
+    writer = dcp.FileSystemWriter(
+        folder, overwrite=False
+    )  # files of two steps would not fit together
+    dcp.save({"model": weights, "opt": state}, storage_writer=writer)
 
 
 def load(folder: Path, model: nn.Module, opt: LocoProp) -> None:
     """Load what any number of processes has saved."""
+    check_complete(folder)
     weights, state = get_state_dict(model, opt)
     dcp.load({"model": weights, "opt": state}, checkpoint_id=folder)
     set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
