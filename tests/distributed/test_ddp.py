@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,9 +17,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 from torch.utils.checkpoint import checkpoint
+from traffic import Counted
 
 from torch_locoprop import LocoProp
-from torch_locoprop.solvers import Exact
+from torch_locoprop.distributed import communication
+from torch_locoprop.solvers import Exact, Spectral
+from torch_locoprop.stepping import divided_polar
 
 STEPS, ROWS = 3, 24
 
@@ -31,6 +35,7 @@ class Case:
     convolution: bool = False
     passes: int = 1
     order: str = ""  # of what is done
+    matrices: int = 0  # of each process in a round of spectral steps; 0 divides no small matrices
 
 
 def outer(params: list[nn.Parameter]) -> Optimizer:
@@ -66,6 +71,11 @@ CASES = {
     ),
     "general": Case({"preset": "general"}),
     "general, convolution": Case({"preset": "general"}, convolution=True),
+    "general, divided": Case({"preset": "general"}, matrices=4),
+    "general, divided, convolution": Case({"preset": "general"}, convolution=True, matrices=4),
+    "general, divided, in rounds": Case(
+        {"preset": "general", "solver": Spectral(agreement=0.5)}, matrices=1
+    ),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
     "outer optimizer": Case({"apply": "gradient", "outer": outer}),
@@ -90,6 +100,7 @@ CASES = {
     ),
     "uneven, preconditioned": Case({"solver": "preconditioned", "lr": 0.5}, order=UNEVEN),
     "uneven, general": Case({"preset": "general"}, order=UNEVEN),
+    "uneven, general, divided": Case({"preset": "general"}, order=UNEVEN, matrices=4),
     "uneven, means": Case({"local_reduction": "mean", "loss_fn": SUMS}, order=UNEVEN),
     "uneven, PocoProp": Case({"variant": "pocoprop-m", "gamma": 0.5}, order=UNEVEN),
     "uneven, some rows": Case({"max_rows": 6}, order=UNEVEN),
@@ -209,7 +220,8 @@ def _in_a_process(rank: int, folder: str) -> None:
         part = slice(*bounds.get(case.order, (0, ROWS // 2, ROWS))[rank : rank + 2])
         if isinstance(model, Branched):
             model.used = rank == 0
-        with warnings.catch_warnings():
+        sizes = {"MATRICES": case.matrices or 4, "PAYS_FROM": 1 if case.matrices else 64}
+        with warnings.catch_warnings(), patch.multiple(divided_polar, **sizes):
             warnings.filterwarnings("error", message=".*drift apart.*")
             wrapped = DistributedDataParallel(model, find_unused_parameters=case.order == "branch")
             found[name] = trained(case, wrapped, model, part)
@@ -220,6 +232,7 @@ def _in_a_process(rank: int, folder: str) -> None:
         found[f"alone {name}"] = trained(case, wrapped, model, half)
     torch.save(found, f"{folder}/{rank}.pt")
     Path(folder, f"{rank}.txt").write_text(summary_of_a_branch(rank))
+    count_collectives()
     wrapped = DistributedDataParallel(network(Case()))
     opt = LocoProp(wrapped, variant="locoprop-s", lr=1e-3)
     with pytest.raises(RuntimeError, match="Give all processes the same number"), Join([wrapped]):
@@ -227,6 +240,23 @@ def _in_a_process(rank: int, folder: str) -> None:
     assert opt.summary()
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
+
+
+def count_collectives() -> None:
+    """Compare the collectives of spectral steps with the formulas, with C renewed and without."""
+    model = network(Case())
+    wrapped, opt = DistributedDataParallel(model), LocoProp(model)
+    shapes = [(6, 6), (5, 9), (8, 7)]  # of [W b], from the last layer to the first
+    for step in range(12):
+        wrapped(torch.rand(5, 6).double()).square().sum().backward()
+        with patch.object(divided_polar, "PAYS_FROM", 1), Counted() as counted:
+            opt.step()
+        opt.zero_grad()
+        expected = communication.of_all_layers_in_ddp(3)
+        expected = expected.plus(communication.polar_factors_in_ddp(shapes, 2, 8))
+        for _, columns in shapes if step < 11 else []:
+            expected = expected.plus(communication.square_in_ddp(columns, 8))
+        assert counted.traffic() == expected, step
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""How much the processes of a sharded model exchange in a step, as formulas.
+"""How much processes exchange in a step, as formulas.
 
 Symbols: P processes, each with r input rows of a layer; W is ``[d, n]``; numbers of ``itemsize`` bytes.
 Bytes are those of the tensor that a collective leaves in each process. A process sends (P − 1)/P of
@@ -6,8 +6,8 @@ them for an all-gather in a ring, twice as many for an all-reduce, P − 1 times
 reduce-scatter, and in an all-to-all as many as it receives, which is (P − 1)/P of them on average over
 the processes.
 
-What ``fully_shard`` itself exchanges for the passes, and what a fallback does, is not counted. The
-formulas are for layers that separate by rows, on a mesh of one dimension.
+What ``fully_shard`` or DDP itself exchanges for the passes, and what a fallback does, is not counted.
+The formulas for sharded layers are for those that separate by rows, on a mesh of one dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from torch_locoprop.distributed import divided_matrices
 from torch_locoprop.distributed.divided_matrices import row_counts
 from torch_locoprop.paper.spectral import polar_operations
 
-FACTS = 6  # numbers that a process tells about a layer
+FACTS = 6  # numbers that a process tells about a sharded layer
+DDP_FACTS = 5  # numbers that a process of DDP tells about a layer
 
 
 class Traffic(NamedTuple):
@@ -129,6 +130,43 @@ def polar_factors(
             for (d, columns), owner in zip(together, owners, strict=True)
         )
         total = total.plus(Traffic(exchanges=2, exchanged_bytes=numbers * itemsize))
+    return total
+
+
+# ---- DistributedDataParallel --------------------------------------------------------------------
+
+
+def of_all_layers_in_ddp(layers: int) -> Traffic:
+    """Return the exchange of facts, once a step for all layers together."""
+    return Traffic(reductions=1, reduced_bytes=8 * (DDP_FACTS * layers + 1))
+
+
+def square_in_ddp(columns: int, itemsize: int) -> Traffic:
+    """Return a closed form or a spectral step that renews C: C of all rows, ``[columns, columns]``."""
+    return Traffic(reductions=1, reduced_bytes=columns * columns * itemsize)
+
+
+def polar_factors_in_ddp(
+    shapes: Sequence[tuple[int, int]], processes: int, itemsize: int
+) -> Traffic:
+    """Return the polar factors of all spectral steps: each from its owner to all processes.
+
+    Args:
+        shapes: ``[d, columns]`` of each ``[W b]``, from the last layer to the first.
+        processes: P.
+        itemsize: bytes of a number.
+    """
+    total, size = Traffic(), divided_matrices.MATRICES * processes
+    for start in range(0, len(shapes), size):
+        together = shapes[start : start + size]
+        owners = divided_matrices.owners(
+            [polar_operations(*shape) for shape in together], processes
+        )
+        numbers = [0] * processes
+        for (d, columns), owner in zip(together, owners, strict=True):
+            numbers[owner] += d * columns
+        gathered = processes * max(numbers) * itemsize  # each sends as much as the one with most
+        total = total.plus(Traffic(gathers=1, gathered_bytes=gathered))
     return total
 
 

@@ -1,8 +1,9 @@
-"""Functions of whole matrices of which every process has some rows, each computed by one process.
+"""Functions of whole matrices, each computed by one process.
 
-The matrices are divided among the processes by the work that they make. Every process sends its rows of
-a matrix to the owner of that matrix, which computes the function and sends rows of the result back.
-Each way is one all-to-all for all matrices together.
+The matrices are divided among the processes by the work that they make. If every process has some rows
+of each matrix, it sends them to the owner of the matrix, which computes the function and sends rows of
+the result back; each way is one all-to-all for all matrices together. If every process has all of each
+matrix, one all-gather brings all results to all processes.
 
 Functions here take tensors and numbers; they know neither layers nor settings.
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
-from torch_locoprop.distributed.fully_shard import Shards
+from torch_locoprop.distributed.fully_shard import Shards, gathered, padded_to
 
 # Matrices of one exchange for each process. With more of them the work is divided more evenly, and more
 # is in memory at the same time.
@@ -81,6 +83,34 @@ def applied(
     for theirs, of_owner in zip(owned, own, strict=True):
         results |= dict(zip(theirs, of_owner, strict=True))
     return [results[i].view_as(each) for i, each in enumerate(rows)]
+
+
+def computed(
+    function: Callable[[int, Tensor], Tensor],
+    matrices: Sequence[Tensor],
+    group: Any,
+    work: Sequence[int],
+) -> list[Tensor]:
+    """Return functions of matrices that all processes have.
+
+    Args:
+        function: takes the number of a matrix and the matrix ``[d, n]``; returns a matrix of its shape.
+        matrices: the matrices, of one dtype, the same in all processes.
+        group: the process group.
+        work: the work that each matrix makes.
+    """
+    processes = distributed.get_world_size(group)
+    owner_of = owners(work, processes)
+    owned = [[i for i, owner in enumerate(owner_of) if owner == k] for k in range(processes)]
+    sizes = [[matrices[i].numel() for i in theirs] for theirs in owned]
+    most = max(map(sum, sizes))
+    mine = [function(i, matrices[i]).flatten() for i in owned[distributed.get_rank(group)]]
+    own = torch.cat([matrices[0].new_empty(0), *mine])
+    of_each = gathered(padded_to(own, most), group).view(processes, most)
+    results: dict[int, Tensor] = {}
+    for theirs, of_owner, parts in zip(owned, of_each, sizes, strict=True):
+        results |= dict(zip(theirs, torch.split(of_owner[: sum(parts)], parts), strict=True))
+    return [results[i].view_as(each) for i, each in enumerate(matrices)]
 
 
 def _exchanged(

@@ -69,8 +69,8 @@ class Shards:
 
     def whole(self, rows: Tensor) -> Tensor:
         """Return the tensor ``[d, ...]`` of which every process has some rows, by an all-gather."""
-        padded = _padded(rows, -(-self.d // self.processes))
-        return _gathered(padded, self.mesh.get_group(self.dimension))[: self.d]
+        padded = padded_to(rows, -(-self.d // self.processes))
+        return gathered(padded, self.mesh.get_group(self.dimension))[: self.d]
 
     def own_sum(self, whole: Tensor) -> Tensor:
         """Return this process's rows of the sum over all processes of tensors ``[d, ...]``.
@@ -78,7 +78,7 @@ class Shards:
         This is a reduce-scatter and, on a mesh of several dimensions, an all-reduce along the others.
         """
         most = -(-self.d // self.processes)
-        padded = _padded(whole, most * self.processes).contiguous()
+        padded = padded_to(whole, most * self.processes).contiguous()
         found = padded.new_empty(most, *whole.shape[1:])
         _reduce_scatter(found, padded, group=self.mesh.get_group(self.dimension))
         for dimension in range(self.mesh.ndim):
@@ -128,7 +128,7 @@ class Shards:
         if self.same_inputs:
             return rows
         most = max(counts)
-        parts = of_all(self.mesh, _padded(rows, most))
+        parts = of_all(self.mesh, padded_to(rows, most))
         if min(counts) == most:
             return parts.flatten(0, 1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
@@ -297,11 +297,11 @@ def of_all(mesh: Any, tensor: Tensor) -> Tensor:
     """Return the tensors, of one shape, of all processes of a mesh: ``[processes, ...]``."""
     found = tensor.unsqueeze(0)
     for group in reversed(mesh.get_all_groups()):
-        found = _gathered(found, group)
+        found = gathered(found, group)
     return found
 
 
-def _gathered(tensor: Tensor, group: Any) -> Tensor:
+def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Return the tensors ``[r, ...]``, of one shape, of all processes of a group, as one tensor."""
     rows, *rest = tensor.shape
     found = tensor.new_empty(rows * distributed.get_world_size(group), *rest)
@@ -310,7 +310,7 @@ def _gathered(tensor: Tensor, group: Any) -> Tensor:
     return found
 
 
-def _padded(rows: Tensor, count: int) -> Tensor:
+def padded_to(rows: Tensor, count: int) -> Tensor:
     """Return rows ``[r, ...]`` with rows of zeros behind them: ``[count, ...]``."""
     if len(rows) == count:
         return rows

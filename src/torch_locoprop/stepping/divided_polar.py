@@ -1,8 +1,9 @@
-"""Spectral steps of sharded layers, with their polar factors divided among the processes.
+"""Spectral steps with their polar factors, which are most of the work, divided among the processes.
 
-A polar factor needs the whole matrix, and every process has some rows of it. So each matrix goes to one
-process, which computes the polar factor; everything else in the step is done by rows. Layers take such
-steps in rounds: the directions of all layers, the exchange, the polar factors, and all new tensors.
+One process computes the polar factor of a matrix. Of a sharded layer every process has some rows, which
+go to that process; everything else in the step is done by rows. Under DDP every process has the whole
+matrix, and does everything else in the step itself. Layers take such steps in rounds: the directions of
+all layers, the polar factors, their exchange, and all new tensors.
 """
 
 from __future__ import annotations
@@ -12,24 +13,35 @@ from typing import cast
 
 from torch import Tensor
 
-from torch_locoprop.distributed.divided_matrices import MATRICES, applied
+from torch_locoprop.distributed.ddp import Exchange
+from torch_locoprop.distributed.divided_matrices import MATRICES, applied, computed
 from torch_locoprop.distributed.fully_shard import Shards
 from torch_locoprop.paper.spectral import polar, polar_operations
-from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.tensors import Tensors, join
 from torch_locoprop.solvers import Spectral
 from torch_locoprop.solvers.base import States
 from torch_locoprop.solvers.spectral import Direction
 from torch_locoprop.stepping.build_problem import Posed
 
+# The smaller side of a matrix from which on it takes longer to compute the polar factor than to send
+# it, under DDP. benchmarks/ddp_steps.py measures it.
+PAYS_FROM = 64
+
 
 def is_divided(posed: Posed) -> bool:
-    """Return True if a step needs the whole of a matrix of which this process has some rows."""
-    return isinstance(posed.method.solver, Spectral) and posed.problem.outputs is not None
+    """Return True if another process may compute the polar factor of a layer's step."""
+    if not isinstance(posed.method.solver, Spectral):
+        return False
+    if posed.problem.outputs is not None:
+        return True
+    return _exchange(posed) is not None and min(join(posed.problem.start).shape) >= PAYS_FROM
 
 
 def round_size(posed: Posed) -> int:
     """Return how many layers take their steps together."""
-    return MATRICES * _shards(posed).processes
+    exchange = _exchange(posed)
+    processes = _shards(posed).processes if exchange is None else exchange.facts.processes
+    return MATRICES * processes
 
 
 def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
@@ -43,24 +55,46 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
     # One exchange is for the same processes and numbers of one dtype.
     alike: dict[object, list[int]] = {}
     for i in moving:
-        shards = _shards(layers[i])
-        key = shards.mesh, shards.dimension, cast(Direction, found[i]).matrix.dtype
+        key = (*_processes(layers[i]), cast(Direction, found[i]).matrix.dtype)
         alike.setdefault(key, []).append(i)
     results = [(each.problem.start, each.states) for each in layers]
     for together in alike.values():
         directions = [cast(Direction, found[i]) for i in together]
-        factors = _polar_factors(directions, [_shards(layers[i]) for i in together])
+        factors = _polar_factors(directions, [layers[i] for i in together])
         for i, direction, factor in zip(together, directions, factors, strict=True):
             problem, states, numbers = layers[i].problem, layers[i].states, layers[i].numbers
             results[i] = _solver(layers[i]).displaced(problem, states, numbers, direction, factor)
     return results
 
 
-def _polar_factors(directions: Sequence[Direction], shards: Sequence[Shards]) -> list[Tensor]:
-    """Return this process's rows of the polar factors of matrices."""
-    rows = [each.matrix for each in directions]
-    work = [polar_operations(own.d, each.shape[-1]) for own, each in zip(shards, rows, strict=True)]
-    return applied(lambda i, matrix: polar(matrix, directions[i].products), rows, shards, work)
+def _polar_factors(directions: Sequence[Direction], layers: Sequence[Posed]) -> list[Tensor]:
+    """Return the polar factors of matrices, of sharded layers this process's rows of them."""
+    given = [each.matrix for each in directions]
+
+    def factor(i: int, matrix: Tensor) -> Tensor:
+        return polar(matrix, directions[i].products)
+
+    exchange = _exchange(layers[0])
+    if exchange is not None:
+        work = [polar_operations(*matrix.shape[-2:]) for matrix in given]
+        return computed(factor, given, exchange.facts.group, work)
+    shards = [_shards(each) for each in layers]
+    work = [polar_operations(own.d, m.shape[-1]) for own, m in zip(shards, given, strict=True)]
+    return applied(factor, given, shards, work)
+
+
+def _processes(posed: Posed) -> tuple[object, ...]:
+    """Return a key of the processes among which a layer's polar factor may be computed."""
+    exchange = _exchange(posed)
+    if exchange is not None:
+        return (exchange.facts.group,)
+    shards = _shards(posed)
+    return shards.mesh, shards.dimension
+
+
+def _exchange(posed: Posed) -> Exchange | None:
+    """Return the way to the other processes of DDP; None for sharded layers."""
+    return posed.problem.others if isinstance(posed.problem.others, Exchange) else None
 
 
 def _solver(posed: Posed) -> Spectral:

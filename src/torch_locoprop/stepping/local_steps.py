@@ -55,7 +55,7 @@ class LocalSteps:
 
     def solve_all(self, layers: Trained) -> Directions:
         """Solve every layer's problem; while a CUDA graph is recorded, on streams of their own."""
-        if any(layer.shards is not None for layer in layers):
+        if self.measurements is None and any(layer.shared_facts for layer in layers):
             return self._solve_in_rounds(layers)
         directions: Directions = {}
         if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
@@ -95,12 +95,12 @@ class LocalSteps:
         return directions
 
     def _solve_in_rounds(self, layers: Trained) -> Directions:
-        """Solve layers of which some are sharded; these take spectral steps together."""
+        """Solve layers that several processes share; some of them take spectral steps together."""
         directions: Directions = {}
         waiting: list[Posed] = []
         for layer in reversed(layers):
             with streams.on_device(layer.given[0].device):
-                if layer.shards is None:
+                if layer.shared_facts is None:
                     directions |= self.solve(layer, layers[layer])
                     continue
                 posed = self._posed(layer, layers[layer])
