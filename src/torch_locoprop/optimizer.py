@@ -24,7 +24,7 @@ from torch_locoprop.config.groups import (
 from torch_locoprop.config.presets import Given, PresetName, resolved, warn_of_unused
 from torch_locoprop.config.settings import Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.layer_record import TRANSFORMED
+from torch_locoprop.recording.layer_record import COMPUTED, TRANSFORMED
 from torch_locoprop.recording.loss_inspection import OutputTransfer, given_loss, warn_of_unusual
 from torch_locoprop.recording.loss_terms import watched
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
@@ -198,9 +198,9 @@ class LocoProp(LayerOptimizer):
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)
-        transformed = [layer.name for layer in trained if layer.obstacle == TRANSFORMED]
-        if transformed:
-            self._notices.transformed(transformed)
+        hidden = [each.name for each in trained if each.obstacle in (TRANSFORMED, COMPUTED)]
+        if hidden:
+            self._notices.hidden(hidden)
         if any(layer.calls and not layer.decided for layer in self._layers):
             self._detect_transfers()
         groups = self._local_groups()

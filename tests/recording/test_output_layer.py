@@ -13,6 +13,7 @@ from cases import assert_close, batch, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.paper import transfers
 from torch_locoprop.recording import row_gradients
 
 
@@ -436,3 +437,53 @@ def test_a_layer_before_a_computed_weight_is_not_the_output(
     opt.step()
     assert not opt._layers[0].is_output
     assert opt._layers[0].transfer is None
+
+
+# Logits from an embedding [rows, 8] and prototypes [8, 8], by other operations than products.
+HEADS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "distances": lambda e, w: -torch.cdist(e, w),
+    "differences": lambda e, w: -(e[:, None] - w[None]).square().sum(-1),
+    "cosines": lambda e, w: F.cosine_similarity(e[:, None], w[None], dim=-1),
+    "einsum": lambda e, w: torch.einsum("ri,ki->rk", e, w),
+    "gains": lambda e, w: e * w.diagonal().exp(),
+    "shifts": lambda e, w: e + w[0].tanh(),
+}
+
+
+@pytest.mark.parametrize("weight", [WEIGHTS["plain"], WEIGHTS["normalized"]], ids=["plain", "unit"])
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_an_embedding_returned_beside_logits_gets_no_softmax(
+    head: Callable[[Tensor, Tensor], Tensor], weight: Callable[[Tensor], Tensor]
+) -> None:
+    class Prototypes(ByFunction):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            embedding = self.fc(x)
+            return head(embedding, self.weight(self.w)), embedding
+
+    model = Prototypes(weight, True)
+    sgd = {"fallback": lambda p: torch.optim.SGD(p, lr=0.1)}
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-3, loss_fn=nn.CrossEntropyLoss(), **sgd)
+    F.cross_entropy(model(batch(9, 6))[0], torch.arange(9) % 8).backward()
+    opt.step()
+    assert not opt._layers[0].is_output
+    assert opt._layers[0].transfer is None
+
+
+def test_an_input_with_gradients_is_no_parameter() -> None:
+    """A PINN also uses its output times a function of its inputs, which is zero at the boundary."""
+
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = tanh_net()
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.net(x)
+            return out, out * (x * (1 - x)).prod(-1, keepdim=True)
+
+    model = Bounded()
+    opt = LocoProp(model, preset="paper-m", lr=1e-4, gamma=1e3, output_transfer="linear")
+    sum(out.square().sum() for out in model(batch(8, 4).requires_grad_())).backward()
+    opt.step()
+    assert opt._layers[-1].is_output
+    assert opt._layers[-1].transfer == transfers.Linear()

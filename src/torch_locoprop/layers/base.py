@@ -25,7 +25,8 @@ class LayerKind(Protocol):
 
     A kind whose module does not have the d outputs as the first dimension of its weight also has an
     attribute ``d``. A kind whose module has them there, in weight and bias, may have a method
-    ``with_outputs(d)`` that returns the kind of a layer with d of the outputs.
+    ``with_outputs(d)`` that returns the kind of a layer with d of the outputs. A kind that reads more
+    of its module than its tensors has the names of these attributes in ``geometry``.
     """
 
     @property

@@ -192,6 +192,7 @@ class ConvLayer:
     mode: str = "constant"  # of that padding
     features = 1
     arguments = ("input",)
+    geometry = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
 
     @property
     def d(self) -> int:

@@ -35,7 +35,7 @@ from torch_locoprop.recording import (
 )
 from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
 from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_gradients
-from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.layer_record import COMPUTED, TRANSFORMED, LayerRecord
 from torch_locoprop.recording.loss_graph import LossFacts, inspect_loss
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.row_gradients import has_v
@@ -133,7 +133,7 @@ class ModelHooks:
         self.loss_facts = self.loss_facts._replace(terms=None)
         for layer in self.layers.values():
             layer.clear()
-            layer.called = layer.transformed = False
+            layer.called, layer.unrecorded = False, ""
         for pending in self._pending_calls:
             pending.release()
 
@@ -169,8 +169,13 @@ class ModelHooks:
                 self.processes, self.averaged = running, are_averaged()
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
-        if layer is not None and (not layer.is_intact or layer.notice_new_forward()):
-            layer = None  # called with other parameters, or to compute something else
+        if layer is not None and not layer.is_intact:  # by torch.func.functional_call
+            if layer.has_computed_weights and layer.trained:
+                layer.unrecorded = COMPUTED
+                self._watch_gradients(layer)
+            layer = None
+        if layer is not None and layer.notice_new_forward():
+            layer = None
         if len(kind.arguments) == 1 and args and isinstance(args[0], Tensor):
             inputs = [args[0]]
         else:
@@ -215,7 +220,7 @@ class ModelHooks:
         if layer is None or not layer.trained or not isinstance(out, Tensor):
             return
         if function_transforms.reaches_ordinary_autograd(out):
-            layer.transformed = True
+            layer.unrecorded = TRANSFORMED
             self._watch_gradients(layer)
 
     def _search(self, tensor: Tensor, sink: Mark) -> None:
@@ -330,7 +335,8 @@ class ModelHooks:
         if not torch.is_grad_enabled() or function_transforms.innermost() is not None:
             return
         if self.tracing:
-            self.output_shape = output.shape if isinstance(output, Tensor) else None
+            if isinstance(output, Tensor) and not output.is_nested:  # those have no shape
+                self.output_shape = output.shape
             for tensor in sorted(_tensors(output), key=_is_scalar):
                 self._search(tensor, MODEL_OUTPUT)
         if self._seed is not None and outputs:

@@ -38,7 +38,9 @@ from torch_locoprop.recording.sharded_gradients import ShardedGradients
 from torch_locoprop.recording.transfer_detection import Finding
 
 REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
+RESHAPED = "its geometry was changed after the optimizer was made: it takes BackProp steps"
 TRANSFORMED = "called inside a transform of torch.func: it takes BackProp steps"
+COMPUTED = "called with weights computed from its own: it takes BackProp steps"
 _NAMES = ("weight", "bias")
 
 # Random orders of samples, by seed, number of samples and device.
@@ -86,7 +88,7 @@ class LayerRecord:
     passes: set[int] = field(default_factory=set)  # ids of the backward passes of these calls
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
     called: bool = False  # since the last step, with gradients or without
-    transformed: bool = False  # called inside a transform of torch.func since the last step
+    unrecorded: str = ""  # why a call since the last step could not be recorded
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
     shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
@@ -94,7 +96,8 @@ class LayerRecord:
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
     first_step: Any = None  # what the first step did, of stepping/first_step.py
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
-    _forward: Any = None  # the forward of the module's class when the record was made
+    _forwards: tuple[Any, ...] = ()  # what the module's class computed when the record was made
+    _geometry: tuple[Any, ...] = ()  # attributes of the module that say what it computes
     _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     # Passes that found no gradient to add to: True, or False if other processes may have found one.
@@ -104,7 +107,13 @@ class LayerRecord:
     _norms: GradientNorms = field(default_factory=GradientNorms)  # of these, if needed
 
     def __post_init__(self) -> None:
-        self._forward = type(self.module).forward
+        self._forwards, self._geometry = self._computes()
+
+    def _computes(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Return what the module computes: functions of its class, and its geometry."""
+        kind, own = type(self.module), vars(self.module)
+        geometry = [own.get(name) for name in getattr(self.kind, "geometry", ())]
+        return (kind.forward, getattr(kind, "_conv_forward", None)), tuple(geometry)
 
     @property
     def tensors(self) -> dict[str, nn.Parameter]:
@@ -210,8 +219,8 @@ class LayerRecord:
         Args:
             backward_pass: the id of the pass.
         """
-        if self.transformed:  # rows that are not recorded may have a part in the gradient
-            self.obstacle = TRANSFORMED
+        if self.unrecorded:  # rows that are not recorded may have a part in the gradient
+            self.obstacle = self.unrecorded
         if backward_pass in self._replacing:
             self._drop_earlier(certain=self._replacing[backward_pass])
         self.passes.add(backward_pass)
@@ -371,15 +380,25 @@ class LayerRecord:
         return were_zeroed(self._gradients(), self._left)
 
     def notice_new_forward(self) -> bool:
-        """Return True if the module's forward was replaced since this record was made.
+        """Return True if the module computes something else since this record was made.
 
         The layer then takes BackProp steps: what the new forward computes is not known.
         """
-        patched = not FORWARDS.isdisjoint(vars(self.module))
-        replaced = patched or type(self.module).forward is not self._forward
-        if replaced:
+        forwards, geometry = self._computes()
+        if geometry != self._geometry:
+            self.obstacle = RESHAPED
+            return True
+        if forwards != self._forwards or not FORWARDS.isdisjoint(vars(self.module)):
             self.obstacle = REPLACED
-        return replaced
+            return True
+        return False
+
+    @property
+    def has_computed_weights(self) -> bool:
+        """True if the module has tensors for now that may be computed from its parameters."""
+        return any(
+            p is not None and p.grad_fn is not None for p in self.module._parameters.values()
+        )
 
     @property
     def is_intact(self) -> bool:

@@ -101,10 +101,10 @@ def _adds_one(division: Any) -> bool:
     """Return True if a division's saved denominator is ``1 + |a|``; False if that cannot be seen.
 
     Autograd does not save the constant itself. Hooks on saved tensors are not called: those of
-    checkpointing would compute the whole block again.
+    checkpointing would compute the whole block again. PyTorch 2.9 does not tell whether there are any.
     """
     saved = division._raw_saved_self, division._raw_saved_other
-    if any(each.unpack_hook is not None for each in saved):
+    if any(getattr(each, "unpack_hook", "not known") is not None for each in saved):
         return False
     a, denominator = division._saved_self.detach(), division._saved_other.detach()
     if not has_values(denominator) or denominator.numel() == 0:

@@ -28,6 +28,7 @@ from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
 from torch_locoprop.recording import node_marks, transfer_detection, weak_hook
 from torch_locoprop.recording.call import CompiledCall, CompiledGraph
+from torch_locoprop.recording.layer_record import COMPUTED
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.transfer_assignment import NESTED
 
@@ -197,7 +198,12 @@ def _note_call_site(context: ComptimeContext) -> None:
     site.graph = graph
     module = site.module()
     assert module is not None
-    graph.weights[module] = id(_fake(context, "weight"))
+    weight = _fake(context, "weight")
+    graph.weights[module] = id(weight)
+    if weight.grad_fn is not None:  # by torch.func.functional_call
+        for hooks in weak_hook.watchers_of(module):
+            if module in hooks.layers:
+                hooks.layers[module].obstacle = COMPUTED
     # PyTorch does not promise this method. Without it the ends of compiled graphs are not searched,
     # and the summary says so.
     translator: Any = context._i_will_not_complain_if_bc_breaks_InstructionTranslator()

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
@@ -149,22 +149,27 @@ def _mark_operation(
 
 
 def _has_parameters(node: Node) -> bool:
-    """Return True if a parameter enters a node: a leaf, transposed or not, or a computed weight.
+    """Return True if a parameter enters a node: a leaf, or a weight that is computed from leaves.
 
-    A weight that is computed, as ``F.normalize(W)`` in a cosine head is, is looked for in products.
+    A weight may be computed, as ``F.normalize(W)`` in a cosine head is. What is computed from inputs of
+    the model that have gradients counts only if it is a factor of a matrix product.
     """
     inputs = [below for below, _ in node.next_functions if below is not None]
-    if node.name() in _PRODUCTS and any(map(_is_computed_weight, inputs)):
-        return True
-    for below in inputs:
-        leaf = below.next_functions[0][0] if below.name() == "TBackward0" else below
-        if leaf is not None and leaf.name().endswith("AccumulateGrad"):
-            return True
-    return False
+    kinds = Tensor if node.name() in _PRODUCTS else nn.Parameter
+    return any(_is_leaf(below) or _is_computed_weight(below, kinds) for below in inputs)
 
 
-def _is_computed_weight(node: Node) -> bool:
-    """Return True if a few operations compute a node's output from leaves and from no layer."""
+def _is_leaf(node: Node) -> bool:
+    return node.name().endswith("AccumulateGrad")
+
+
+def _is_computed_weight(node: Node, kinds: type[Tensor]) -> bool:
+    """Return True if a few operations compute a node's output from leaves and from no layer.
+
+    Args:
+        node: the node.
+        kinds: of leaves that count.
+    """
     stack, seen, leaves = [node], set(), 0
     while stack:
         below = stack.pop()
@@ -174,7 +179,7 @@ def _is_computed_weight(node: Node) -> bool:
         mark = node_notes(below).get(KEY)
         if len(seen) > _LARGEST_WEIGHT or (mark is not None and mark.is_layer):
             return False
-        leaves += below.name().endswith("AccumulateGrad")
+        leaves += _is_leaf(below) and isinstance(getattr(below, "variable", None), kinds)
         stack += [function for function, _ in below.next_functions if function is not None]
     return leaves > 0
 

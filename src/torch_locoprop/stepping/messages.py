@@ -34,12 +34,13 @@ class Notices:
             "a layer takes one BackProp step now, and keeps copies of its inputs from now on.",
         )
 
-    def transformed(self, layers: Iterable[str]) -> None:
+    def hidden(self, layers: Iterable[str]) -> None:
         """Warn that layers are called where their rows cannot be recorded."""
         self.once(
-            "transformed",
+            "hidden",
             f"The forward of {_quoted(layers)} was called inside a transform of torch.func (vmap, "
-            "jacrev, ...), where rows cannot be recorded. Such a layer takes BackProp steps. What "
+            "jacrev, ...), or by functional_call with weights that are computed from its own. Rows "
+            "cannot be recorded there. Such a layer takes BackProp steps. What "
             "torch.autograd.grad(..., create_graph=True) computes is recorded.",
         )
 

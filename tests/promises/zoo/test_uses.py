@@ -101,6 +101,7 @@ LOSSES = [
 
 @pytest.mark.parametrize("variant", BACKPROP_VARIANTS)
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.filterwarnings("ignore:.* by functional_call with weights that are computed")
 def test_one_local_step_is_backprop(loss: Callable[..., Tensor], variant: str) -> None:
     model, x = network(), batch(8, 6)
     plain = copy.deepcopy(model)
