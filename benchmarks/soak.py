@@ -47,7 +47,7 @@ PRELOADED = (
     *("torch._dynamo", "torch_locoprop.study.training.runner"),
     *("torch_locoprop.study.tuning.search", "torch_locoprop.study.methods"),
 )
-LONGEST = 0.8  # seconds between the start of a process and its kill
+LONGEST = 0.8  # seconds between start and kill of a process, or as long as one takes undisturbed
 GROWTH_MIB = 8.0  # of the resident memory, that the allocator may take after the first steps
 METHODS: dict[str, dict[str, Any]] = {
     "general": {},
@@ -144,12 +144,14 @@ def survive_kills(
                 raise BrokenPromiseError(f"a resumed process ended with {process.exitcode}")
             return bits(folder)
 
+        began = time.monotonic()
         expected = finish(Path(place) / "undisturbed")
+        longest = max(LONGEST, time.monotonic() - began)
         folder = Path(place) / "0"
         while done < kills:
             before = files(folder)
             process = begin(folder)
-            process.join(moments.uniform(0, LONGEST))
+            process.join(moments.uniform(0, longest))
             process.kill()
             process.join()
             if process.exitcode == -signal.SIGKILL:
