@@ -1,7 +1,8 @@
 """The formulas of what processes exchange; ``traffic.py`` compares them with counted collectives."""
 
 from torch_locoprop.distributed import communication
-from torch_locoprop.distributed.divided_matrices import MATRICES, owners, row_counts
+from torch_locoprop.distributed.collectives import row_counts
+from torch_locoprop.distributed.divided_matrices import MATRICES, owners
 from torch_locoprop.paper.spectral import polar_operations
 
 MIB = 2**20

@@ -28,7 +28,7 @@ from sharded_cases import (
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from traffic import check_counts
 
 from torch_locoprop import LocoProp
@@ -337,7 +337,7 @@ def test_weights_that_are_sharded_by_their_inputs_are_named(alone: None) -> None
     fully_shard(model)
     with pytest.warns(UserWarning, match="have no local problem"):
         opt = LocoProp(model)
-    assert "its weight and bias are sharded in different ways" in opt.summary()
+    assert "its weight is sharded as (Shard(dim=1),), which has no local problem" in opt.summary()
 
 
 def test_weights_away_from_their_mesh_are_named(alone: None) -> None:
@@ -358,14 +358,25 @@ def test_a_weight_that_is_sharded_without_its_bias_is_named(alone: None) -> None
     assert "only one of its weight and bias is sharded" in opt.summary()
 
 
-def test_row_parallel_weights_are_named(alone: None) -> None:
-    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6))
-    mesh = distributed.init_device_mesh("cpu", (1,))
-    weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(1)])
-    model[0].weight = nn.Parameter(weight)
+def test_placements_without_a_local_problem_are_named(alone: None) -> None:
+    one, two = (distributed.init_device_mesh("cpu", sizes) for sizes in ((1,), (1, 1)))
+    layers: list[nn.Module] = [nn.Conv1d(2, 4, 3), nn.Linear(6, 8, bias=False), nn.Linear(6, 8)]
+    model = nn.Sequential(*layers, nn.Linear(8, 6))
+    placed: list[tuple[Any, str, Any, list[Any]]] = [
+        (model[0], "weight", one, [Shard(1)]),
+        (model[0], "bias", one, [Replicate()]),
+        (model[1], "weight", two, [Shard(0), Replicate()]),
+        (model[2], "weight", one, [Shard(1)]),
+        (model[2], "bias", one, [Shard(0)]),
+    ]
+    for module, name, mesh, placements in placed:
+        tensor = distribute_tensor(getattr(module, name).detach(), mesh, placements)
+        setattr(module, name, nn.Parameter(tensor))
     with pytest.warns(UserWarning, match="have no local problem"):
-        opt = LocoProp(model)
-    assert "not once by its first dimension" in opt.summary()
+        summary = LocoProp(model).summary()
+    assert "its weight is sharded as (Shard(dim=1),), which has no local problem" in summary
+    assert "its weight is a DTensor on a mesh of several dimensions, without fully_shard" in summary
+    assert "its weight and bias are sharded in different ways" in summary
 
 
 def test_inputs_that_are_divided_make_backprop_steps(alone: None) -> None:

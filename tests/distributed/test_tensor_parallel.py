@@ -1,4 +1,4 @@
-"""Column-parallel layers: each process solves the problems of its rows, with the same inputs."""
+"""Column- and row-parallel layers: two processes are one process, and exchange what is promised."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 import processes
 import torch
-from sharded_cases import DEFAULT, EXACT, SPECTRAL, M, S
+from sharded_cases import DEFAULT, EXACT, SPECTRAL, M, S, outer
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, distribute_module
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -19,8 +19,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.optim import AdamW
+from traffic import Counted
 
 from torch_locoprop import LocoProp
+from torch_locoprop.distributed import communication
+from torch_locoprop.distributed.communication import Traffic
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "M": M,
@@ -31,35 +34,58 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "means": {**M, "local_reduction": "mean"},
     "softmax": {**M, "output_transfer": "softmax"},
     "gate": {**S, "lr": 0.5, "gate": True},
+    "cap": {**M, "lr": 0.5, "cap": 0.01},
+    "outer": {**M, "apply": "gradient", "outer": outer},
+    "outer and cap": {**S, "apply": "gradient", "outer": outer, "cap": 1e-3},
+    "some rows": {**M, "max_rows": 5},
+    "accumulated": DEFAULT,
+    "accumulated M": M,
+    "frozen bias": DEFAULT,
+    "frozen weight": M,
 }
 SHAPES = {"rows": (12, 6), "sequences": (3, 4, 6)}
 
 
 def network() -> nn.Sequential:
+    """Return a model of which no layer is divided evenly among two processes."""
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 4), nn.Tanh(), nn.Linear(4, 6)]
-    return nn.Sequential(*layers).double()
+    layers = [nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3), nn.Tanh(), nn.Linear(3, 5)]
+    return nn.Sequential(*layers, nn.Tanh(), nn.Linear(5, 6)).double()
 
 
 def parallel(model: nn.Sequential, world: int) -> nn.Sequential:
-    """Divide the first and the last layer by rows, and the second by columns."""
+    """Divide two layers by rows and one by columns, and replicate one."""
+    mesh = init_device_mesh("cpu", (world,))
     plan: Any = {
         "0": ColwiseParallel(output_layouts=Replicate()),
         "2": RowwiseParallel(input_layouts=Replicate()),
-        "4": ColwiseParallel(output_layouts=Replicate()),
+        "6": ColwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+    parallelize_module(model, mesh, plan)
+    distribute_module(model[4], mesh, None, _as_replicated, _as_local)
     return model
 
 
-def train(model: nn.Sequential, settings: dict[str, Any], shape: tuple[int, ...]) -> LocoProp:
-    """Take three steps; the second layer is the fallback's in one process as in several."""
-    settings = {"output_transfer": "sigmoid", **settings}
-    opt = LocoProp(model, layers=["0", "4"], fallback=lambda p: AdamW(p, lr=1e-2), **settings)
+def _as_replicated(_: nn.Module, inputs: Any, mesh: DeviceMesh) -> Tensor:
+    return DTensor.from_local(inputs[0], mesh, [Replicate()])
+
+
+def _as_local(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
+    found: Tensor = output.to_local()
+    return found
+
+
+def train(model: nn.Sequential, name: str, shape: tuple[int, ...]) -> LocoProp:
+    """Take three steps."""
+    settings = {"output_transfer": "sigmoid", **SETTINGS[name]}
+    if name.startswith("frozen"):
+        getattr(model[2], name.split()[1]).requires_grad_(False)
+    opt = LocoProp(model, fallback=lambda p: AdamW(p, lr=1e-2), **settings)
     numbers = torch.Generator().manual_seed(1)
     for _ in range(3):
-        x = torch.rand(*shape, generator=numbers).double()
-        binary_cross_entropy_with_logits(model(x), x).backward()
+        batch = torch.rand(*shape, generator=numbers).double()
+        for x in batch.chunk(2 if name.startswith("accumulated") else 1):
+            binary_cross_entropy_with_logits(model(x), x).backward()
         opt.step()
         opt.zero_grad()
     return opt
@@ -67,31 +93,63 @@ def train(model: nn.Sequential, settings: dict[str, Any], shape: tuple[int, ...]
 
 def _in_a_process(rank: int, folder: Path, world: int) -> None:
     found: dict[str, list[Tensor]] = {}
-    for name, settings in SETTINGS.items():
+    for name in SETTINGS:
         for shape, sizes in SHAPES.items():
             model = parallel(network(), world)
             with warnings.catch_warnings():
                 warnings.filterwarnings("error", message=".*drift apart.*")
-                opt = train(model, settings, sizes)
-            assert opt.summary().count("locoprop") == 2
+                opt = train(model, name, sizes)
+            assert opt.summary().count("locoprop") == 4
             found[f"{name}, {shape}"] = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     if rank == 0:
         torch.save(found, folder / "found.pt")
+    _check_counts(rank, world)
 
 
-def test_processes_with_parallel_columns_are_one_process(tmp_path: Path) -> None:
+def _check_counts(rank: int, world: int) -> None:
+    """Compare the collectives of a step of a column- and a row-parallel layer with the formulas."""
+    plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    for name in ("S", "closed form", "M", "spectral"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+        parallelize_module(model, init_device_mesh("cpu", (world,)), plan)
+        opt = LocoProp(model, **{"output_transfer": "linear", **SETTINGS[name]})
+        for step in range(12 if name == "spectral" else 2):
+            model(torch.rand(12, 6).double()).square().mean().backward()
+            with Counted() as counted:
+                opt.step()
+            opt.zero_grad()
+            assert step == 0 or counted.traffic() == _expected(name, world, rank, step)
+
+
+def _expected(name: str, world: int, rank: int, step: int) -> Traffic:
+    """Return the traffic of a step with layers 6 → 8 → 5, with biases and 12 rows."""
+    total = communication.of_all_layers(2, world)
+    renews = step < 10 or step % 10 == 0
+    rows = 12 if name != "spectral" or renews else 0
+    total = total.plus(communication.row_parallel((5, 8), rows, world, rank, 8, bias=True))
+    for n in (6, 8):
+        own = communication.same_inputs()
+        if name == "spectral":
+            own = communication.spectral(n, 8, renews=False, agreement=False)
+        total = total.plus(own)
+    if name == "spectral":
+        total = total.plus(communication.polar_factors([(5, 9), (8, 7)], world, rank, 8))
+    return total
+
+
+def test_processes_with_parallel_layers_are_one_process(tmp_path: Path) -> None:
     processes.run(_in_a_process, 2, tmp_path, 2)
     found = torch.load(tmp_path / "found.pt")
-    assert len(found) == 16
+    assert len(found) == 2 * len(SETTINGS)
     wrong = {}
     for run, tensors in found.items():
         name, shape = run.split(", ")
         model = network()
-        train(model, SETTINGS[name], SHAPES[shape])
+        train(model, name, SHAPES[shape])
         for p, several, before in zip(
             model.parameters(), tensors, network().parameters(), strict=True
         ):
-            assert not torch.equal(p, before)
+            assert torch.equal(p, before) != p.requires_grad
             if not torch.allclose(p, several, rtol=0, atol=1e-10):
                 wrong[run] = float((p - several).abs().max())
     assert not wrong

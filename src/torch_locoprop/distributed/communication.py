@@ -6,8 +6,9 @@ them for an all-gather in a ring, twice as many for an all-reduce, P − 1 times
 reduce-scatter, and in an all-to-all as many as it receives, which is (P − 1)/P of them on average over
 the processes.
 
-What ``fully_shard`` or DDP itself exchanges for the passes, and what a fallback does, is not counted.
-The formulas for sharded layers are for those that separate by rows, on a mesh of one dimension.
+What ``fully_shard``, tensor parallelism or DDP exchanges for the passes, and what a fallback does, is
+not counted. The formulas for sharded layers are for those that separate by rows, on a mesh of one
+dimension.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch_locoprop.distributed import divided_matrices
-from torch_locoprop.distributed.divided_matrices import row_counts
+from torch_locoprop.distributed.collectives import row_counts
 from torch_locoprop.paper.spectral import polar_operations
 
 FACTS = 6  # numbers that a process tells about a sharded layer
@@ -130,6 +131,45 @@ def polar_factors(
             for (d, columns), owner in zip(together, owners, strict=True)
         )
         total = total.plus(Traffic(exchanges=2, exchanged_bytes=numbers * itemsize))
+    return total
+
+
+# ---- tensor parallelism -------------------------------------------------------------------------
+
+
+def same_inputs() -> Traffic:
+    """Return LocoProp-S or -M, or a closed form, where all processes have the same input rows.
+
+    This is tensor parallelism. Its spectral step is :func:`spectral` without renewals of XᵀX.
+    """
+    return _finite()
+
+
+def row_parallel(
+    shape: tuple[int, int], rows: int, processes: int, rank: int, itemsize: int, *, bias: bool
+) -> Traffic:
+    """Return what a ``RowwiseParallel`` layer exchanges besides: its columns for rows, and back.
+
+    The all-to-alls are those of the weight, of its gradient, and of the solution. The all-gathers are
+    those of input features and of the bias of the solution.
+
+    Args:
+        shape: d and n.
+        rows: number of input rows whose features are gathered; 0 in steps that need none.
+        processes: P.
+        rank: the process.
+        itemsize: bytes of a number.
+        bias: True if the layer has one.
+    """
+    d, n = shape
+    own = 2 * row_counts(d, processes)[rank] * n + d * row_counts(n, processes)[rank]
+    total = Traffic(exchanges=3, exchanged_bytes=own * itemsize)
+    if rows > 0:
+        features = processes * row_counts(n, processes)[0]
+        total = total.plus(Traffic(gathers=1, gathered_bytes=features * rows * itemsize))
+    if bias:
+        outputs = processes * row_counts(d, processes)[0]
+        total = total.plus(Traffic(gathers=1, gathered_bytes=outputs * itemsize))
     return total
 
 

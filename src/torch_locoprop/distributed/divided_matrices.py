@@ -2,8 +2,9 @@
 
 The matrices are divided among the processes by the work that they make. If every process has some rows
 of each matrix, it sends them to the owner of the matrix, which computes the function and sends rows of
-the result back; each way is one all-to-all for all matrices together. If every process has all of each
-matrix, one all-gather brings all results to all processes.
+the result back; each way is one all-to-all for all matrices together, or two if rows are divided along
+two dimensions of a mesh. If every process has all of each matrix, one all-gather brings all results to
+all processes.
 
 Functions here take tensors and numbers; they know neither layers nor settings.
 """
@@ -17,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from torch_locoprop.distributed.fully_shard import Shards, gathered, padded_to
+from torch_locoprop.distributed.collectives import exchanged, gathered, padded_to, row_counts
+from torch_locoprop.distributed.fully_shard import Shards
 
 # Matrices of one exchange for each process. With more of them the work is divided more evenly, and more
 # is in memory at the same time.
@@ -39,12 +41,6 @@ def owners(work: Sequence[int], processes: int) -> list[int]:
     return found
 
 
-def row_counts(d: int, processes: int) -> list[int]:
-    """Return how many of d rows each process has, as ``Shard(0)`` divides them."""
-    most = -(-d // processes)
-    return [min(most, max(d - rank * most, 0)) for rank in range(processes)]
-
-
 def applied(
     function: Callable[[int, Tensor], Tensor],
     rows: Sequence[Tensor],
@@ -56,33 +52,53 @@ def applied(
     Args:
         function: takes the number of a matrix and the matrix ``[d, n]``; returns a matrix of its shape.
         rows: for each matrix the rows that this process has, of one dtype.
-        shards: how each matrix is divided, all among the same processes.
+        shards: how each matrix is divided, all along the same dimensions of the same mesh.
         work: the work that each matrix makes.
     """
-    mesh, dimension = shards[0].mesh, shards[0].dimension
+    found = _applied(function, dict(enumerate(rows)), shards, work, len(shards[0].divided))
+    return [found[i] for i in range(len(rows))]
+
+
+def _applied(
+    function: Callable[[int, Tensor], Tensor],
+    rows: dict[int, Tensor],
+    shards: Sequence[Shards],
+    work: Sequence[int],
+    divisions: int,
+) -> dict[int, Tensor]:
+    """Return :func:`applied` for matrices that were divided some times, by number.
+
+    The last division is undone first: each process of its dimension then has some of the matrices, with
+    all rows that the dimension has of them.
+    """
+    if divisions == 0 or not rows:
+        return {i: function(i, matrix) for i, matrix in rows.items()}
+    mesh, dimension = shards[0].mesh, shards[0].divided[divisions - 1]
     group, rank = mesh.get_group(dimension), mesh.get_local_rank(dimension)
-    processes = shards[0].processes
+    processes = int(mesh.size(dimension))
     owned: list[list[int]] = [[] for _ in range(processes)]
-    for i, owner in enumerate(owners(work, processes)):
+    for i, owner in zip(rows, owners([work[i] for i in rows], processes), strict=True):
         owned[owner].append(i)
-    counts = [row_counts(each.d, processes) for each in shards]
+    counts = {i: row_counts(shards[i].pieces[divisions - 1], processes) for i in rows}
     mine = owned[rank]
     # Numbers that go to each process, for each of its matrices, and that come from each process.
     sent = [[rows[i].numel() for i in theirs] for theirs in owned]
     taken = [[counts[i][other] * rows[i].shape[-1] for i in mine] for other in range(processes)]
     to_owners = torch.cat([rows[i].flatten() for theirs in owned for i in theirs])
     parts = _exchanged(to_owners, sent, taken, group)
-    found = [
-        function(i, torch.cat([of_one[k].view(-1, rows[i].shape[-1]) for of_one in parts]))
+    joined = {
+        i: torch.cat([of_one[k].view(-1, rows[i].shape[-1]) for of_one in parts])
         for k, i in enumerate(mine)
-    ]
-    divided = [torch.split(whole, counts[i]) for i, whole in zip(mine, found, strict=True)]
+    }
+    found = _applied(function, joined, shards, work, divisions - 1)
+    divided = [torch.split(found[i], counts[i]) for i in mine]
     back = [of_matrix[other].flatten() for other in range(processes) for of_matrix in divided]
     own = _exchanged(torch.cat([to_owners[:0], *back]), taken, sent, group)
-    results: dict[int, Tensor] = {}
-    for theirs, of_owner in zip(owned, own, strict=True):
-        results |= dict(zip(theirs, of_owner, strict=True))
-    return [results[i].view_as(each) for i, each in enumerate(rows)]
+    return {
+        i: result.view_as(rows[i])
+        for theirs, of_owner in zip(owned, own, strict=True)
+        for i, result in zip(theirs, of_owner, strict=True)
+    }
 
 
 def computed(
@@ -125,7 +141,5 @@ def _exchanged(
         group: the process group.
     """
     given, wanted = [sum(sizes) for sizes in sent], [sum(sizes) for sizes in taken]
-    found = tensor.new_empty(sum(wanted))
-    distributed.all_to_all_single(found, tensor, wanted, given, group=group)
-    of_each = torch.split(found, wanted)
+    of_each = torch.split(exchanged(tensor, given, wanted, group), wanted)
     return [torch.split(part, sizes) for part, sizes in zip(of_each, taken, strict=True)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from torch_locoprop.distributed.ddp import are_averaged, averaging_processes
-from torch_locoprop.distributed.fully_shard import is_replicated, local
+from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.distributed.pipeline import Pipeline, pipeline_of
 from torch_locoprop.fast.dispatch import overlap, streams
 from torch_locoprop.layers import layer_kind
@@ -190,7 +190,7 @@ class ModelHooks:
         if layer is not None:
             x = inputs[0] if len(inputs) == 1 else joined_inputs(inputs)
             if layer.shards is not None and is_distributed(x):
-                layer.obstacle = layer.obstacle or ("" if is_replicated(x) else DIVIDED)
+                layer.obstacle = layer.obstacle or ("" if layer.shards.are_known(x) else DIVIDED)
                 x = local(x)
             overlaps = streams.overlapping and overlap.can_overlap(layer, x, out)
             if overlaps:

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_locoprop.distributed.fully_shard import managed_modules, shards_of
+from torch_locoprop.distributed.placements import managed_modules, shards_of
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.paper.names import unknown

@@ -64,7 +64,7 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
         gram = Gram.unknown(like, layer.rows_of(call))
         call = call._replace(x=gram.total, gram=gram, version=None)
         return call._replace(g=None, v=None, a=None, kept=None)
-    if call.is_overwritten:
+    if call.is_overwritten or (layer.shards is not None and layer.shards.divides_features):
         return call
     matrix = layer.kind.matrix("weight", like)
     if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):

@@ -47,24 +47,19 @@ def agree(
 def _agree_on_shards(layers: Sequence[LayerRecord], count_terms: Callable[[], float]) -> float:
     """Exchange what the processes know about sharded layers, for each mesh of processes."""
     terms = count_terms()
-    kinds = {(x.shards.mesh, x.shards.same_inputs): None for x in layers if x.shards is not None}
-    for mesh, same_inputs in kinds:
-        own = [
-            layer
-            for layer in layers
-            if layer.shards is not None
-            and (layer.shards.mesh, layer.shards.same_inputs) == (mesh, same_inputs)
-        ]
-        mean = _exchange(own, mesh, same_inputs, terms)
+    by_mesh: dict[Any, list[LayerRecord]] = {}
+    for layer in layers:
+        if layer.shards is not None:
+            by_mesh.setdefault(layer.shards.mesh, []).append(layer)
+    for own in by_mesh.values():
+        mean = _exchange(own, terms)
         while mean is None:
-            mean = _exchange(own, mesh, same_inputs, count_terms())
+            mean = _exchange(own, count_terms())
         terms = mean
     return terms
 
 
-def _exchange(
-    layers: Sequence[LayerRecord], mesh: Any, same_inputs: bool, terms: float
-) -> float | None:
+def _exchange(layers: Sequence[LayerRecord], terms: float) -> float | None:
     """Exchange what the processes of a mesh know about their layers.
 
     Returns:
@@ -74,9 +69,9 @@ def _exchange(
     Raises:
         RuntimeError: if a layer has a gradient in some processes only.
     """
-    device = layers[0].given[0].device
+    shards = [layer.shards for layer in layers if layer.shards is not None]
     known = [layer.shard_facts for layer in layers]
-    shared, mean = fully_shard.agree(mesh, known, terms, device, same_inputs=same_inputs)
+    shared, mean = fully_shard.agree(shards, known, terms, layers[0].given[0].device)
     settled = True
     for layer, facts in zip(layers, shared, strict=True):
         layer.shared_facts = facts

@@ -81,7 +81,7 @@ def local_problem(
     if not target.needs.isdisjoint({"g", "v"}):
         layer.rescale_row_gradients()
     own: dict[nn.Parameter, Tensor] = {p: p.detach() for p in tensors.values()}
-    own = own if part is None else {p: part.taken(p) for p in own}
+    own = own if part is None else {p: part.taken(name, p) for name, p in tensors.items()}
     start = {
         name: kind.matrix(name, decayed(name, own[p], group_of[p])) for name, p in trained.items()
     }
@@ -157,7 +157,7 @@ def _gradients(trained: Mapping[str, nn.Parameter], part: Part | None) -> dict[s
     return (
         given
         if part is None
-        else {name: part.taken(part.shards.aligned(g)) for name, g in given.items()}
+        else {name: part.taken(name, part.shards.aligned(name, g)) for name, g in given.items()}
     )
 
 

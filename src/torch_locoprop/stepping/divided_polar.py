@@ -89,7 +89,7 @@ def _processes(posed: Posed) -> tuple[object, ...]:
     if exchange is not None:
         return (exchange.facts.group,)
     shards = _shards(posed)
-    return shards.mesh, shards.dimension
+    return shards.mesh, shards.divided
 
 
 def _exchange(posed: Posed) -> Exchange | None:

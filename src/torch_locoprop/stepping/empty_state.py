@@ -30,9 +30,9 @@ def empty_states(
     part, kind = part_of(layer, method), layer.kind
     tensors: dict[str, Tensor] = {name: p.detach() for name, p in trained.items()}
     if part is not None and part.separable:
-        rows = len(local(part.shards.tensors["weight"]))
+        rows = part.shards.own_count
         kind = layer.kind.with_outputs(rows)  # type: ignore[attr-defined]
-        tensors = {name: local(p) for name, p in trained.items()}
+        tensors = {name: local(p).new_zeros(rows, *p.shape[1:]) for name, p in trained.items()}
     elif part is not None:
         tensors = {name: local(p).new_zeros(p.shape) for name, p in trained.items()}
     start = {name: kind.matrix(name, tensor) for name, tensor in tensors.items()}

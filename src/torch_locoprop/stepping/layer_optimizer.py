@@ -228,7 +228,7 @@ class LayerOptimizer(WithFallback):
     def _drifts(self) -> bool:
         """Return True if several processes solve problems of their own, which no DDP averages."""
         shards = [layer.shards for layer in self._layers]
-        if self._hooks.processes is not None or all(s and not s.same_inputs for s in shards):
+        if self._hooks.processes is not None or all(s and s.data for s in shards):
             return False
         several = ddp.are_several() and self._plan.has_curvature()
         if not several or ddp.is_tensor_parallel(self._model):

@@ -7,7 +7,7 @@ the whole problem and keeps its own rows of the solution.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from torch_locoprop.paper.linear_map import Dense, LinearMap
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording import row_reduction
+from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import FirstOrder
 from torch_locoprop.solvers.base import States
@@ -69,12 +70,17 @@ class Part:
 
     # ---- tensors and states ----------------------------------------------------------------------
 
-    def taken(self, tensor: Tensor) -> Tensor:
-        """Return what the problem has of a sharded parameter or gradient."""
-        return full(tensor) if self.is_whole else local(tensor)
+    def taken(self, name: str, tensor: Tensor) -> Tensor:
+        """Return what the problem has of a sharded parameter or its gradient.
+
+        Args:
+            name: "weight" or "bias".
+            tensor: the parameter or the gradient.
+        """
+        return full(tensor) if self.is_whole else self.shards.to_rows(name, tensor)
 
     def restored(self, name: str, matrix: Tensor) -> Tensor:
-        """Return this process's rows of a tensor of the solution, in the module's shape.
+        """Return this process's part of a tensor of the solution, in the module's shape.
 
         Args:
             name: "weight" or "bias".
@@ -82,8 +88,10 @@ class Part:
         """
         like = self.shards.tensors[name]
         if self.is_whole:
-            return self.shards.own(self.kind.restored(name, matrix, like))
-        return self.kind.restored(name, matrix, local(like))
+            rows = self.shards.own(self.kind.restored(name, matrix, like))
+        else:
+            rows = self.kind.restored(name, matrix, local(like))
+        return self.shards.from_rows(name, rows)
 
     def taken_states(self, states: States) -> States:
         """Return the solver's states as the problem has them."""
@@ -96,7 +104,7 @@ class Part:
         by_rows = self.separable and key in self.row_state and not self.is_whole
         if by_rows and not is_distributed(entry):  # saved by one process, and loaded as it was
             return self.shards.own(entry)
-        return self.taken(entry)
+        return full(entry) if self.is_whole else local(entry)
 
     def kept_states(self, states: States) -> States:
         """Return what this process keeps of the solver's new states."""
@@ -113,9 +121,7 @@ class Part:
     def stored(self, state: Tensors) -> Tensors:
         """Return a state as the optimizer holds it: entries with rows of outputs as DTensors."""
         return {
-            key: self.shards.wrapped(entry, self.shards.d)
-            if self.separable and key in self.row_state
-            else entry
+            key: self.shards.wrapped(entry) if self.separable and key in self.row_state else entry
             for key, entry in state.items()
         }
 
@@ -145,9 +151,14 @@ class Part:
         assert isinstance(facts, SharedShardFacts)
         if not facts.all_have_rows or (use is not None and not use.is_any):
             return Inputs(x, 1.0, linear_map)  # which no solver will use
+        calls = layer.calls
+        if self.shards.divides_features:
+            x = self.shards.all_features(x)
+            rows = torch.split(x, [len(layer.kind.rows(call.x)) for call in calls])
+            calls = [call._replace(x=own) for call, own in zip(calls, rows, strict=True)]
         if _goes_through_gram(layer, facts, use):
             dtype = layer.like.dtype if use is None else use.dtype(layer.like)
-            return Inputs(self._gram(layer, x, dtype, mean), 1.0, linear_map)
+            return Inputs(self._gram(layer, calls, x, dtype, mean), 1.0, linear_map)
         if self.exchanges_weights(layer, method, gate=group["gate"]):
             of_each = 1 / (layer.row_count * facts.processes) if mean else 1.0
             exchanged = ExchangedMap(layer.kind.linear_map, self.shards, moved)
@@ -208,12 +219,14 @@ class Part:
         exchanged = self.exchanges_weights(layer, method, gate=group["gate"])
         return EXCHANGES_WEIGHTS if exchanged else GATHERS_ROWS
 
-    def _gram(self, layer: LayerRecord, x: Any, dtype: torch.dtype, mean: bool) -> Gram:
+    def _gram(
+        self, layer: LayerRecord, calls: Sequence[Call], x: Any, dtype: torch.dtype, mean: bool
+    ) -> Gram:
         """Return XᵀX of the rows of all processes, with their weights."""
         if isinstance(x, Gram):
             own = x.to(dtype)
         else:
-            first, *rest = (row_reduction.gram_of_call(layer, c, dtype) for c in layer.calls)
+            first, *rest = (row_reduction.gram_of_call(layer, c, dtype) for c in calls)
             own = sum(rest, first)
         facts = layer.shared_facts
         assert isinstance(facts, SharedShardFacts)
@@ -258,9 +271,8 @@ def part_of(layer: LayerRecord, method: Method) -> Part | None:
     """Return the part of a layer that this process solves; None if the layer is not sharded."""
     if layer.shards is None:
         return None
-    rows = len(local(layer.shards.tensors["weight"]))
     with_outputs = getattr(layer.kind, "with_outputs", None)
-    narrower = None if with_outputs is None else with_outputs(rows)
+    narrower = None if with_outputs is None else with_outputs(layer.shards.own_count)
     row_state = method.solver.row_state
     if narrower is None or couples_outputs(layer, method):
         return Part(layer.shards, layer.kind, narrower is not None, True, row_state)

@@ -275,10 +275,10 @@ def as_gradients(
         elif is_backprop is not False:
             direction = torch.where(is_backprop, backprop, direction)
         assert p.grad is not None
-        given = p.grad if part is None else local(p.grad)
+        given = p.grad if part is None else local(part.shards.aligned(name, p.grad))
         ordinary = torch.nan_to_num(given, nan=0.0, posinf=0.0, neginf=0.0)
         gradient = torch.where(ok, direction, -ordinary if group["maximize"] else ordinary)
-        gradients[p] = gradient if part is None else part.shards.wrapped(gradient, len(p))
+        gradients[p] = gradient if part is None else part.shards.like_parameter(name, gradient)
     return gradients
 
 
@@ -307,7 +307,10 @@ def capped_step(
         weight = layer.tensors["weight"]
         moved = {p: local(p) - old for p, old in start.items()}
         cap = group_of[layer.given[0]]["cap"]
-        lengths = norm(moved.values()), norm([start.get(weight, local(weight))])
+        counted = list(moved.values())
+        if layer.shards is not None:
+            counted = [layer.shards.counted_once(n, moved[p]) for n, p in trained[layer].items()]
+        lengths = norm(counted), norm([start.get(weight, local(weight))])
         if layer.shards is not None:
             both = layer.shards.add_up(torch.stack(lengths).square()).sqrt()
             lengths = both[0], both[1]
