@@ -20,10 +20,11 @@ from dataclasses import dataclass
 
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.divided_matrices import MATRICES, owners
+from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.solvers.spectral import WIDEST
 
-FULL, HALF = 4, 2  # bytes of a number
+SINGLE, HALF = 4, 2  # bytes of a number
 TOKENS = 2**22  # of all processes in a step
 PROCESSES = (8, 64, 256, 1024)
 ADAMW = 15  # operations for each parameter
@@ -84,11 +85,6 @@ def gathered(numbers: float, size: int, processes: int) -> Cost:
     return Cost((processes - 1) / processes * numbers * size)
 
 
-def reduced(numbers: float, size: int, processes: int) -> Cost:
-    """Return the cost of an all-reduce of so many numbers."""
-    return 2 * gathered(numbers, size, processes)
-
-
 def _exchange(traffic: communication.Traffic, processes: int) -> Cost:
     """Return the cost of collectives of LocoProp; in a ring, a process receives what another sends."""
     return Cost(traffic.sent_bytes(processes))
@@ -103,7 +99,7 @@ def backprop(model: Transformer, processes: int) -> Cost:
     Weights are gathered twice in bfloat16, gradients reduced once in float32.
     """
     weights = model.parameters
-    passes = 2 * gathered(weights, HALF, processes) + gathered(weights, FULL, processes)
+    passes = 2 * gathered(weights, HALF, processes) + gathered(weights, SINGLE, processes)
     return passes + Cost(flop=6 * weights * TOKENS / processes)
 
 
@@ -146,37 +142,28 @@ def shampoo(model: Transformer, processes: int, *, block: int = 1024, every: int
                 factors = 2 * a * a * b + 2 * a * b * b
                 roots = (EIGENVECTORS + 2) * (a**3 + b**3)
                 flop += 2 * factors + roots / every
-    exchange = 2 * gathered(numbers / processes, FULL, processes)
+    exchange = 2 * gathered(numbers / processes, SINGLE, processes)
     return exchange + Cost(flop=flop / processes)
 
 
 # ---- LocoProp ------------------------------------------------------------------------------------
 
 
-def gram(n: int, processes: int, structure: str = "dense", block: int = 1024) -> Cost:
+def gram(n: int, processes: int, structure: Structure = FULL) -> Cost:
     """Return the cost of `XᵀX` of all tokens: a product of own rows, then an all-reduce in float32."""
-    columns = _columns(n, structure, block)
-    if structure == "dense":
-        exchange = _exchange(communication.through_gram(n, FULL), processes)
-    else:
-        exchange = reduced(n * columns, FULL, processes)
-    return exchange + Cost(flop=2 * TOKENS / processes * n * columns)
+    exchange = _exchange(communication.through_gram(n, SINGLE, structure), processes)
+    return exchange + Cost(flop=2 * TOKENS / processes * n * _columns(n, structure))
 
 
 def closed_form(
-    model: Transformer,
-    processes: int,
-    *,
-    every: int,
-    structure: str = "dense",
-    block: int = 1024,
+    model: Transformer, processes: int, *, every: int, structure: Structure = FULL
 ) -> Cost:
     """Return the cost of `G (C + λI)⁻¹` on each process's rows; C and its inverse are everywhere."""
     total = Cost()
     for d, n in model.matrices:
-        columns = _columns(n, structure, block)
+        columns = _columns(n, structure)
         inverse = Cost(flop=n * columns**2)
-        total += 1 / every * (gram(n, processes, structure, block) + inverse)
+        total += 1 / every * (gram(n, processes, structure) + inverse)
         total += Cost(flop=2 * d / processes * n * columns)
     return total
 
@@ -187,15 +174,14 @@ def locoprop_s(
     *,
     local_steps: int,
     every: int,
-    structure: str = "dense",
-    block: int = 1024,
+    structure: Structure = FULL,
 ) -> Cost:
     """Return the cost of T iterations of LocoProp-S: one product with C after each but the last."""
     total = Cost()
     for d, n in model.matrices:
-        columns = _columns(n, structure, block)
-        total += 1 / every * gram(n, processes, structure, block)
-        total += Cost(flop=(local_steps - 1) * 2 * d / processes * n * columns)
+        total += 1 / every * gram(n, processes, structure)
+        products = (local_steps - 1) * 2 * d / processes * n
+        total += Cost(flop=products * _columns(n, structure))
     return total
 
 
@@ -212,27 +198,32 @@ def locoprop_m(model: Transformer, processes: int, *, local_steps: int, rows: in
     """
     total = Cost()
     for d, n in model.matrices:
-        gathers = communication.by_rows(rows // processes, n, processes, FULL)
-        iterates = communication.by_iterations(d, n, local_steps, processes, FULL)
+        gathers = communication.by_rows(rows // processes, n, processes, SINGLE)
+        iterates = communication.by_iterations(d, n, local_steps, processes, SINGLE)
         costs = [_exchange(traffic, processes) for traffic in (gathers, iterates)]
         total += min(costs, key=lambda cost: cost.received)
         total += Cost(flop=(local_steps - 1) * 4 * rows * n * d / processes)
     return total
 
 
-def spectral(model: Transformer, processes: int, *, every: int) -> Cost:
+def spectral(
+    model: Transformer, processes: int, *, every: int, structure: Structure = FULL
+) -> Cost:
     """Return the cost of the spectral step, for the process that has the most polar factors to compute.
 
     The closed form comes first. Then each matrix goes to one owner in float32, and rows of its polar
-    factor come back. Layers with many inputs are served without C.
+    factor come back. Layers with many inputs are served without C if it would be full.
     """
     total = Cost()
     for d, n in model.matrices:
-        has_gram = n <= WIDEST
-        inverse = 1 / every * Cost(flop=2 * TOKENS / processes * n * n + n**3)
-        product = Cost(flop=2 * d / processes * n * n)
+        columns = _columns(n, structure)
+        has_gram = columns <= WIDEST
+        inverse = 1 / every * Cost(flop=2 * TOKENS / processes * n * columns + n * columns**2)
+        product = Cost(flop=2 * d / processes * n * columns)
         for renews, part in ((True, 1 / every), (False, 1 - 1 / every)):
-            traffic = communication.spectral(n, FULL, renews=renews and has_gram, agreement=True)
+            traffic = communication.spectral(
+                n, SINGLE, renews=renews and has_gram, agreement=True, structure=structure
+            )
             total += part * _exchange(traffic, processes)
         total += inverse + product if has_gram else Cost()
     shapes, size = model.matrices[::-1], MATRICES * processes
@@ -242,9 +233,11 @@ def spectral(model: Transformer, processes: int, *, every: int) -> Cost:
         for owner, own in zip(owners(work, processes), work, strict=True):
             flop[owner] += own
     busiest = max(range(processes), key=lambda process: flop[process])
-    traffic = communication.polar_factors(shapes, processes, busiest, FULL)
+    traffic = communication.polar_factors(shapes, processes, busiest, SINGLE)
     return total + _exchange(traffic, processes) + Cost(flop=flop[busiest])
 
+
+BLOCKS, DIAGONAL = Structure("block", 1024, ones=False), Structure("diagonal", ones=False)
 
 METHODS: dict[str, Callable[[Transformer, int], Cost]] = {
     "BackProp, without optimizer": backprop,
@@ -252,14 +245,18 @@ METHODS: dict[str, Callable[[Transformer, int], Cost]] = {
     "Muon, by layers (busiest process)": muon,
     "Shampoo, blocks of 1,024, roots every 100": shampoo,
     "spectral step, every 10 (busiest process)": lambda m, p: spectral(m, p, every=10),
+    "spectral step, every 10, blocks of 1,024 (busiest process)": lambda m, p: spectral(
+        m, p, every=10, structure=BLOCKS
+    ),
     "closed form, every 10": lambda m, p: closed_form(m, p, every=10),
-    "closed form, every 10, blocks of 1,024 ¹": lambda m, p: closed_form(
-        m, p, every=10, structure="block"
+    "closed form, every 10, blocks of 1,024": lambda m, p: closed_form(
+        m, p, every=10, structure=BLOCKS
     ),
-    "closed form, every 10, diagonal ¹": lambda m, p: closed_form(
-        m, p, every=10, structure="diagonal"
-    ),
+    "closed form, every 10, diagonal": lambda m, p: closed_form(m, p, every=10, structure=DIAGONAL),
     "LocoProp-S, T = 10, every step": lambda m, p: locoprop_s(m, p, local_steps=10, every=1),
+    "LocoProp-S, T = 10, every step, blocks of 1,024": lambda m, p: locoprop_s(
+        m, p, local_steps=10, every=1, structure=BLOCKS
+    ),
     "LocoProp-S, T = 10, every 10 ¹": lambda m, p: locoprop_s(m, p, local_steps=10, every=10),
     "LocoProp-M, T = 10": lambda m, p: locoprop_m(m, p, local_steps=10, rows=TOKENS),
     "LocoProp-M, T = 10, 65,536 rows kept": lambda m, p: locoprop_m(
@@ -294,9 +291,10 @@ def _short(number: float) -> str:
     return f"{number:.1f}" if number >= 1 else f"{number:.1g}"
 
 
-def _columns(n: int, structure: str, block: int) -> int:
+def _columns(n: int, structure: Structure) -> int:
     """Return how many entries of each row of C are kept."""
-    return {"dense": n, "block": min(block, n), "diagonal": 1}[structure]
+    shape = structure.shape(n)
+    return shape[-1] if len(shape) > 1 else 1
 
 
 def _parts(size: int, block: int) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from benchmarks import communication_costs as costs
+from torch_locoprop.paper.gram import Structure
 
 ROOT = Path(__file__).parents[2]
 # One block of width 4 with keys of 2 and an MLP of 8: seven matrices with 144 weights.
@@ -31,7 +32,6 @@ def test_weights_of_known_models(model: costs.Transformer, billions: float) -> N
 
 def test_rings() -> None:
     assert costs.gathered(100, 4, 4) == costs.Cost(300)  # three of four parts come from others
-    assert costs.reduced(100, 4, 4) == costs.Cost(600)
     assert costs.gathered(100, 4, 1) == costs.Cost(0)
 
 
@@ -66,15 +66,16 @@ def test_shampoo_by_hand() -> None:
     ("structure", "squares", "cubes", "products"),
     [
         # With Xᵀ1, and a flag, as large as a number, whether the solution is finite.
-        ("dense", 6 * 16 + 64, 6 * 64 + 512, 16 * 4 + 8 * 4 + 8 * 4 + 16 * 4 + 2 * 32 * 4 + 32 * 8),
+        ("full", 6 * 16 + 64, 6 * 64 + 512, 16 * 4 + 8 * 4 + 8 * 4 + 16 * 4 + 2 * 32 * 4 + 32 * 8),
         ("block", 6 * 8 + 16, 6 * 16 + 32, 144 * 2),
         ("diagonal", 6 * 4 + 8, 6 * 4 + 8, 144),
     ],
 )
 def test_locoprop_s_by_hand(structure: str, squares: int, cubes: int, products: int) -> None:
-    numbers: dict[str, Any] = {"structure": structure, "block": 2, "every": 5}
+    own = Structure(structure, 2, ones=False)
+    numbers: dict[str, Any] = {"structure": own, "every": 5}
     exact = costs.closed_form(TINY, 2, **numbers)
-    more = 6 * 4 + 8 + 7 if structure == "dense" else 0
+    more = 7 + (6 * 4 + 8 if structure == "full" else 0)
     assert exact.received == pytest.approx(4 * (squares + more) / 5)
     assert exact.flop == pytest.approx((2 * 50 * squares + cubes) / 5 + 2 * products / 2)
     iterated = costs.locoprop_s(TINY, 2, local_steps=4, **numbers)
@@ -102,6 +103,9 @@ def test_the_spectral_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found.flop == pytest.approx(exact.flop + 2 * 3200 + 2 * 400)
     monkeypatch.setattr(costs, "WIDEST", 4)  # the one matrix with eight inputs is served without C
     without = costs.spectral(TINY, 2, every=5)
+    in_blocks = costs.spectral(TINY, 2, every=5, structure=Structure("block", 4, ones=False))
+    fewer = (64 + 8) - 32  # of the eight inputs, of which two blocks of four are kept
+    assert in_blocks.received == pytest.approx(found.received - 4 * fewer / 5)
     assert without.received == pytest.approx(found.received - 4 * 72 / 5)
     of_wide = (2 * 50 * 64 + 512) / 5 + 2 * 4 / 2 * 64
     assert without.flop == pytest.approx(found.flop - of_wide)

@@ -47,6 +47,7 @@ S = {**M, "variant": "locoprop-s"}
 EXACT = {**S, "solver": "exact"}
 SPECTRAL: dict[str, Any] = {"preset": "spectral"}
 DEFAULT: dict[str, Any] = {}
+BLOCKS = {"gram": "block", "block_size": 4}
 ALL = (2, 3, 4)
 GROUPED = nn.Conv1d, (4, 4, 3), {"groups": 2}
 TRANSPOSED = nn.ConvTranspose1d, (4, 4, 1), {}
@@ -57,6 +58,12 @@ CASES = {
     "closed form": Case(EXACT, worlds=ALL),
     "default": Case(DEFAULT, worlds=ALL),
     "spectral": Case(SPECTRAL, worlds=ALL),
+    "S in blocks": Case({**S, **BLOCKS}),
+    "closed form in blocks": Case({**EXACT, **BLOCKS}, batches="uneven"),
+    "running closed form in blocks": Case({**S, **BLOCKS, "solver": Exact(0.9, 2, 0.1)}),
+    "mean of S, diagonal": Case({**S, "local_reduction": "mean", "gram": "diagonal"}),
+    "spectral in blocks": Case({**SPECTRAL, **BLOCKS}, worlds=ALL),
+    "default, diagonal": Case({"gram": "diagonal"}, "convolution", worlds=(4,)),
     "closed form of M": Case({**M, "solver": "exact"}, worlds=(4,)),
     "running closed form": Case({**S, "solver": Exact(0.9, 2, 0.1)}),
     "running closed form of M": Case({**M, "solver": Exact(0.9, 2, 0.1)}, worlds=(4,)),

@@ -3,6 +3,7 @@
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.collectives import row_counts
 from torch_locoprop.distributed.divided_matrices import MATRICES, owners
+from torch_locoprop.paper.gram import Structure
 from torch_locoprop.paper.spectral import polar_operations
 
 MIB = 2**20
@@ -16,6 +17,12 @@ def test_the_formulas_of_a_large_layer() -> None:
     assert round(gram.reduced_bytes / MIB) == round(step.reduced_bytes / MIB) == 64
     assert round(rows.gathered_bytes / MIB) == 1024
     assert gram.sent_bytes(8) == 7 / 8 * 2 * gram.reduced_bytes
+    in_blocks = communication.through_gram(4096, 4, Structure("block", 1024, ones=False))
+    diagonal = communication.through_gram(4096, 4, Structure("diagonal"))
+    assert in_blocks.reduced_bytes == 4 * 4096 * 1024 + 4
+    assert diagonal.reduced_bytes == 4 * 4097 + 4
+    narrow = communication.through_gram(512, 4, Structure("block", 1024))
+    assert narrow == communication.through_gram(512, 4)
 
 
 def test_weights_in_each_iteration_are_less_than_many_rows() -> None:

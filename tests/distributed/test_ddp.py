@@ -65,11 +65,13 @@ CASES = {
     "closed form of S": Case({"variant": "locoprop-s", "solver": "exact"}),
     "closed form of M": Case({"solver": "exact"}),
     "running closed form": Case({"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}),
+    "S in blocks": Case({"variant": "locoprop-s", "gram": "block", "block_size": 4}),
     "preconditioned": Case({"solver": "preconditioned", "lr": 0.5}),
     "preconditioned, means": Case(
         {"solver": "preconditioned", "lr": 0.5, "local_reduction": "mean", "gamma": 0.05}
     ),
     "general": Case({"preset": "general"}),
+    "general, diagonal": Case({"preset": "general", "gram": "diagonal"}),
     "general, convolution": Case({"preset": "general"}, convolution=True),
     "general, divided": Case({"preset": "general"}, matrices=4),
     "general, divided, convolution": Case({"preset": "general"}, convolution=True, matrices=4),

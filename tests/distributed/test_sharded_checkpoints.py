@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torch_locoprop import LocoProp
 
-NAMES = ("default", "M", "outer", "softmax", "grouped convolution")
+NAMES = ("default", "M", "spectral in blocks", "outer", "softmax", "grouped convolution")
 MORE = (
     "momentum",
     "running closed form",

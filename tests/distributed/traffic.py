@@ -12,6 +12,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
+from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar
 from torch_locoprop.stepping import divided_polar
 from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS
@@ -20,6 +21,11 @@ REDUCTIONS = (torch.ops.c10d.allreduce_,)
 GATHERS = (torch.ops.c10d._allgather_base_, torch.ops.c10d.allgather_)
 EXCHANGES = (torch.ops.c10d.alltoall_base_,)
 SCATTERS = (torch.ops.c10d._reduce_scatter_base_,)
+NAMES = (
+    *("S", "closed form", "M", "M, many rows", "spectral", "spectral with agreement"),
+    *("S in blocks", "closed form in blocks", "spectral in blocks"),
+)
+BLOCKS = Structure("block", 4)
 OWNERS = (0, 1)  # of the two polar factors
 ALL = (*REDUCTIONS, *GATHERS, *EXCHANGES, *SCATTERS)
 
@@ -55,8 +61,9 @@ def expected(name: str, world: int, rank: int, rows: int, step: int) -> Traffic:
     """Return the traffic of a step of the model "smooth", whose layers are 6 → 8 → 6 with biases."""
     total = communication.of_all_layers(2, world)
     for n, d in ((6, 8), (8, 6)):
-        if name in ("S", "closed form"):
-            total = total.plus(communication.through_gram(n, 8))
+        structure = BLOCKS if "blocks" in name else FULL
+        if name in ("S", "closed form", "S in blocks", "closed form in blocks"):
+            total = total.plus(communication.through_gram(n, 8, structure))
         elif name == "M":
             total = total.plus(communication.by_rows(rows, n, world, 8))
         elif name == "M, many rows":
@@ -64,7 +71,9 @@ def expected(name: str, world: int, rank: int, rows: int, step: int) -> Traffic:
         else:
             renews = step < 10 or step % 10 == 0
             agreement = name == "spectral with agreement"
-            own = communication.spectral(n, 8, renews=renews, agreement=agreement)
+            own = communication.spectral(
+                n, 8, renews=renews, agreement=agreement, structure=structure
+            )
             total = total.plus(own)
     if "spectral" in name:
         total = total.plus(communication.polar_factors([(6, 9), (8, 7)], world, rank, 8))
@@ -76,8 +85,7 @@ def check_counts(rank: int, world: int) -> None:
 
     Compare also how many polar factors this process computes with the matrices that it owns.
     """
-    names = ("S", "closed form", "M", "M, many rows", "spectral", "spectral with agreement")
-    for name in names:
+    for name in NAMES:
         case = CASES[name.removesuffix(", many rows")]
         model = sharded(case, network("smooth"))
         opt = make_optimizer(case, model)

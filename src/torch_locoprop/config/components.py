@@ -18,7 +18,7 @@ from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.variants import VARIANTS, Variant
-from torch_locoprop.solvers import SOLVERS, Preconditioned, Solver, Spectral
+from torch_locoprop.solvers import SOLVERS, Exact, FirstOrder, Preconditioned, Solver, Spectral
 
 
 class Components:
@@ -72,10 +72,25 @@ class Components:
                 f"regularizer={group['regularizer']!r} needs a first-order solver, not "
                 f"solver={solver.name!r}."
             )
+        if group["gram"] != "full":
+            self._check_structure(group)
         if isinstance(solver, Spectral):
             self._check_spectral(group)
         if isinstance(solver, Preconditioned):
             self._check_preconditioned(group)
+
+    def _check_structure(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` if a step of the group takes more of the inputs than XᵀX."""
+        solver, variant = self.solver(group), self.variant(group)
+        own = type(solver).solve in (FirstOrder.solve, Exact.solve, Spectral.solve)
+        squared = not variant.loss.uses_transfer and variant.target.knows_first_gradient
+        if not (own and squared) or self.regularizer(group).needs:
+            raise ValueError(
+                f"gram={group['gram']!r} needs a step that takes no more than XᵀX of the inputs: "
+                "solver='spectral', or variant='locoprop-s' with solver='exact' or a first-order one. "
+                f"Given: variant={group['variant']!r}, solver={group['solver']!r}, "
+                f"regularizer={group['regularizer']!r}."
+            )
 
     def _check_spectral(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for settings that the spectral step cannot follow.

@@ -48,6 +48,7 @@ RegularizerName = Literal["none", "l2", "l1", "fisher"]
 LocalDecay = Literal["linear", "constant"]
 LocalReduction = Literal["sum", "mean"]
 LocalProducts = Literal["full", "bf16"]
+GramStructure = Literal["full", "block", "diagonal"]
 CapBy = Literal["weight", "backprop"]
 
 
@@ -206,6 +207,24 @@ class Settings(TypedDict, total=False):
             "for several. Every output position of a convolution is a row, and images are kept "
             "whole, at least one. The first local iteration uses the gradient of all rows. None "
             "keeps all.",
+        ),
+    ]
+    gram: Annotated[
+        GramStructure,
+        Choice(
+            default="full",
+            choices=get_args(GramStructure),
+            meaning="which entries of ``XᵀX`` LocoProp-S, its closed forms and the spectral step take: "
+            "``full``, or an approximation for wide layers: ``block`` takes blocks on the diagonal, "
+            "``diagonal`` the diagonal. A bias counts as one more column of X.",
+        ),
+    ]
+    block_size: Annotated[
+        int,
+        Count(
+            default=1024,
+            meaning='for ``gram="block"``, the largest number of columns of a block. Layers with fewer '
+            "columns are one block.",
         ),
     ]
     cap: Annotated[

@@ -14,10 +14,12 @@ dimension.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 from torch_locoprop.distributed import divided_matrices
 from torch_locoprop.distributed.collectives import row_counts
+from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar_operations
 
 FACTS = 6  # numbers that a process tells about a sharded layer
@@ -52,9 +54,15 @@ def of_all_layers(layers: int, processes: int) -> Traffic:
     return Traffic(gathers=1, gathered_bytes=8 * processes * (FACTS * layers + 1))
 
 
-def through_gram(n: int, itemsize: int) -> Traffic:
-    """Return LocoProp-S through XᵀX, or a closed form: ``[XᵀX; 1ᵀX]`` of all rows."""
-    return Traffic(reductions=1, reduced_bytes=(n + 1) * n * itemsize).plus(_finite())
+def through_gram(n: int, itemsize: int, structure: Structure = FULL) -> Traffic:
+    """Return LocoProp-S through XᵀX, or a closed form: ``[XᵀX; 1ᵀX]`` of all rows, or parts of it.
+
+    Args:
+        n: input features.
+        itemsize: bytes of a number.
+        structure: which entries of XᵀX the step takes.
+    """
+    return _gram(n, itemsize, structure).plus(_finite())
 
 
 def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
@@ -92,7 +100,9 @@ def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsi
     ).plus(_finite())
 
 
-def spectral(n: int, itemsize: int, *, renews: bool, agreement: bool) -> Traffic:
+def spectral(
+    n: int, itemsize: int, *, renews: bool, agreement: bool, structure: Structure = FULL
+) -> Traffic:
     """Return the spectral step without its polar factor: XᵀX where it is renewed, and some norms.
 
     Args:
@@ -100,11 +110,12 @@ def spectral(n: int, itemsize: int, *, renews: bool, agreement: bool) -> Traffic
         itemsize: bytes of a number.
         renews: True in steps that renew XᵀX.
         agreement: True if steps are scaled by the agreement of gradients.
+        structure: which entries of XᵀX the step takes.
     """
     norms = 4 if agreement else 2
     step = Traffic(norms, norms * itemsize)
     if renews:
-        step = step.plus(Traffic(reductions=1, reduced_bytes=(n + 1) * n * itemsize))
+        step = step.plus(_gram(n, itemsize, structure))
     return step.plus(_finite())
 
 
@@ -208,6 +219,15 @@ def polar_factors_in_ddp(
         gathered = processes * max(numbers) * itemsize  # each sends as much as the one with most
         total = total.plus(Traffic(gathers=1, gathered_bytes=gathered))
     return total
+
+
+def _gram(n: int, itemsize: int, structure: Structure) -> Traffic:
+    """Return the sum of XᵀX over the rows of all processes."""
+    columns = n + structure.ones
+    numbers = (n + 1) * n
+    if structure.reduces(columns):
+        numbers = prod(structure.shape(columns))
+    return Traffic(reductions=1, reduced_bytes=numbers * itemsize)
 
 
 def _finite() -> Traffic:

@@ -9,7 +9,7 @@ from torch_locoprop.config.presets import PRESETS
 from torch_locoprop.functional.arguments import check_settings, with_gram, working_dtype
 from torch_locoprop.functional.squared_problem import squared_problem
 from torch_locoprop.paper import spectral as pure
-from torch_locoprop.paper.gram import full_products
+from torch_locoprop.paper.gram import Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors, spread
 from torch_locoprop.solvers import Numbers, Spectral
@@ -157,7 +157,9 @@ def _check_state(state: Tensors, given: Tensors) -> None:
 class _OnGivenGram(Spectral):
     """The spectral step on C itself, of any structure and width; the problem has no rows."""
 
-    def _has_use_of_rows(self, number: int, state: Tensors, columns: int) -> bool:
+    def _has_use_of_rows(
+        self, number: int, state: Tensors, columns: int, structure: Structure
+    ) -> bool:
         return True
 
     def _square(self, problem: LocalProblem, like: Tensor) -> Tensor:

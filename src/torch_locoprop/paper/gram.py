@@ -11,11 +11,11 @@ computed in ``fast/dispatch.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import RLock
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -27,12 +27,50 @@ from torch_locoprop.paper.tensors import Tensors
 _PRECISION = RLock()
 
 
+@dataclass(frozen=True)
+class Structure:
+    """Which entries of C a step takes: all, those of blocks on the diagonal, or the diagonal.
+
+    C belongs to the columns of ``[W b]`` that are trained. Blocks have consecutive columns, at most
+    ``block_size`` each and all about as many. The last block is padded with zeros if it has fewer
+    columns than the others.
+    """
+
+    kind: str = "full"  # or "block", "diagonal"
+    block_size: int = 1024
+    ones: bool = True  # the last column is that of the bias
+
+    def reduces(self, columns: int) -> bool:
+        """Return True if the structure leaves out entries of C with so many columns."""
+        within = {"full": columns, "block": self.block_size, "diagonal": 1}
+        return columns > within[self.kind]
+
+    def shape(self, columns: int) -> tuple[int, ...]:
+        """Return the shape of C with so many columns: ``(n, n)``, ``(b, n/b, n/b)`` or ``(n,)``."""
+        if not self.reduces(columns):
+            return columns, columns
+        if self.kind == "diagonal":
+            return (columns,)
+        blocks = -(-columns // self.block_size)
+        size = -(-columns // blocks)
+        return blocks, size, size
+
+    def fits(self, entries: Tensor | None, columns: int) -> bool:
+        """Return True if there are entries of C, or of its inverse, in this structure."""
+        shape = self.shape(columns)
+        return entries is not None and tuple(entries.shape[-len(shape) :]) == shape
+
+
+FULL = Structure()
+
+
 class RowUse(NamedTuple):
     """What a step needs of a layer's rows, beyond the gradient that the backward pass has computed."""
 
     gradients: int = 0  # how many gradients of a squared loss; its value costs as much as one
     square: bool = False  # XᵀX itself
     precise: bool = False  # XᵀX in float64
+    structure: Structure = FULL  # of XᵀX; not FULL only if it leaves out entries
 
     @property
     def is_any(self) -> bool:
@@ -66,6 +104,23 @@ class Gram:
     total: Tensor  # Xᵀ1 [..., n]
     rows: int | Tensor
 
+    @property
+    def structure(self) -> Structure:
+        """Which entries of the products there are."""
+        return FULL
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of these products."""
+        counts = [self.rows] if isinstance(self.rows, Tensor) else []
+        return [self.square, self.total, *counts]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> Self:
+        """Return products with other tensors, in the order of :attr:`tensors`."""
+        given = iter(tensors)
+        square, total = next(given), next(given)
+        return replace(self, square=square, total=total, rows=next(given, self.rows))
+
     @classmethod
     def of(cls, x: Tensor, weight: Tensor | None = None) -> Gram:
         """Return the products of the rows, each counted ``weight`` times.
@@ -97,19 +152,26 @@ class Gram:
         """Return True if these products are all that ``use`` needs of the rows; None needs the rows."""
         if use is None or not use.is_any:
             return use is not None
+        if self.structure != use.structure:
+            return False
         return self.is_known and not (use.precise and self.square.dtype != use.dtype(like))
 
     def __add__(self, other: Gram) -> Gram:
         rows = self.rows + other.rows
         if not (self.is_known and other.is_known):
-            return Gram(self.square[:0, :0], self.total[:0], rows)
-        return Gram(self.square + other.square, self.total + other.total, rows)
+            return Gram(self.square.new_empty(0, 0), self.total[:0], rows)
+        both = self.square + other.square, self.total + other.total
+        return replace(self, square=both[0], total=both[1], rows=rows)
 
-    def to(self, dtype: torch.dtype) -> Gram:
+    def to(self, dtype: torch.dtype) -> Self:
         """Return the products rounded to another dtype."""
         if self.square.dtype == dtype:
             return self
-        return Gram(self.square.to(dtype), self.total.to(dtype), self.rows)
+        return replace(self, square=self.square.to(dtype), total=self.total.to(dtype))
+
+    def times(self, count: float, rows: int | Tensor) -> Self:
+        """Return the products with each row counted so often, which makes so many rows."""
+        return replace(self, square=self.square * count, total=self.total * count, rows=rows)
 
     def joint(self, weight: bool, bias: bool) -> Tensor:
         """Return ``[X 1]ᵀ[X 1]``, restricted to the columns of the tensors that are trained."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Gram, GramOf, RowProducts, saves_work
+from torch_locoprop.paper.gram import FULL, Gram, GramOf, RowProducts, Structure, saves_work
 from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
@@ -127,6 +127,7 @@ class LocalProblem:
     others: OtherRows | None = None  # the rows of the problem that other processes have
     outputs: OtherOutputs | None = None  # the outputs of the layer that other processes have
     gram_of: GramOf = Gram.of  # computes XᵀX of rows
+    structure: Structure = FULL  # which entries of [X 1]ᵀ[X 1] the problem takes
     number: int = 0  # number of problems that the layer has had before this one
 
     @_computed_once
@@ -344,11 +345,11 @@ class LocalProblem:
                 own = sum(rest, first)
             else:
                 own = self.gram_of(self.linear_map.inputs(own, True, False), self.row_weights)
-        weight = 1.0 if self.row_weights is not None else self.row_weight
-        square, total = own.square * weight, own.total * weight
-        rows = torch.as_tensor(own.rows, dtype=square.dtype, device=square.device) * weight
-        self.others.add_up([square, total, rows])
-        return Gram(square, total, rows)
+        weight = self.row_weight if isinstance(self.row_weight, float) else 1.0
+        rows = torch.as_tensor(own.rows, dtype=own.square.dtype, device=own.square.device)
+        weighted = own.times(weight, rows * weight)
+        self.others.add_up(weighted.tensors)
+        return weighted
 
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.linear_map.weight_grad(self.x, delta)

@@ -9,20 +9,28 @@ Three structures of C for a gradient ``G`` of shape ``[..., d, n]``:
 Leading dimensions are those of G, each of the same size or of size 1. So the number of dimensions says
 which structure a tensor has: as many as G, one more, or one less.
 
-X may end with a column of ones, for the bias in the last column of ``[W b]``.
+X may end with a column of ones, for the bias in the last column of ``[W b]``. If the blocks have more
+columns than X, the last columns of the last block are zero.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.fisher import cholesky, cholesky_solve, relative_damping
-from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.fisher import (
+    at_least_float32,
+    cholesky,
+    cholesky_solve,
+    relative_damping,
+)
+from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products
+from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse
-from torch_locoprop.paper.tensors import Number, Tensors
+from torch_locoprop.paper.tensors import Number, Tensors, join, split
 
 STRUCTURES = ("dense", "block", "diagonal")
 
@@ -33,14 +41,18 @@ class StructuredGram:
 
     entries: Tensor
     structure: str  # one of STRUCTURES
+    columns: int | None = None  # n; None: there are no more columns in the blocks than in X
 
     @classmethod
-    def beside(cls, gradient: Tensor, gram: Tensor) -> StructuredGram:
+    def beside(
+        cls, gradient: Tensor, gram: Tensor, *, may_be_padded: bool = False
+    ) -> StructuredGram:
         """Return C, with the structure that its number of dimensions says.
 
         Args:
             gradient: G, ``[..., d, n]``.
             gram: C, in one of the shapes of this module.
+            may_be_padded: the last block may end with columns of zeros.
 
         Raises:
             ValueError: if C has none of these shapes.
@@ -51,8 +63,8 @@ class StructuredGram:
                 "stacked matrices [..., d, n]."
             )
         structures = {0: "dense", 1: "block", -1: "diagonal"}
-        found = cls(gram, structures.get(gram.dim() - gradient.dim(), ""))
-        if not found._fits(gradient):
+        found = cls(gram, structures.get(gram.dim() - gradient.dim(), ""), gradient.shape[-1])
+        if not found._fits(gradient, may_be_padded):
             *leading, _, n = gradient.shape
             stack = "".join(f"{size}, " for size in leading)
             raise ValueError(
@@ -63,13 +75,15 @@ class StructuredGram:
             )
         return found
 
-    def _fits(self, gradient: Tensor) -> bool:
+    def _fits(self, gradient: Tensor, may_be_padded: bool) -> bool:
         *leading, _, n = gradient.shape
         shape = self.entries.shape
         if self.structure == "dense":
             own, right = shape[:-2], shape[-2:] == (n, n)
         elif self.structure == "block":
-            own, right = shape[:-3], shape[-2] == shape[-1] and shape[-3] * shape[-1] == n
+            padding = shape[-3] * shape[-1] - n
+            fits = 0 <= padding <= shape[-1] if may_be_padded else padding == 0
+            own, right = shape[:-3], shape[-2] == shape[-1] and fits
         else:
             own, right = shape[:-1], self.structure == "diagonal" and shape[-1] == n
         return right and all(size in (1, other) for size, other in zip(own, leading, strict=False))
@@ -80,7 +94,7 @@ class StructuredGram:
         if self.structure == "diagonal":
             return self.entries
         diagonal = self.entries.diagonal(dim1=-2, dim2=-1)
-        return diagonal.flatten(-2) if self.structure == "block" else diagonal
+        return diagonal.flatten(-2)[..., : self.columns] if self.structure == "block" else diagonal
 
     def times(self, left: Tensor) -> Tensor:
         """Return ``L C`` for a matrix L of shape ``[..., d, n]``."""
@@ -96,25 +110,41 @@ class StructuredGram:
         """Return λ, ``damping`` times the mean diagonal of all of C, ``[...]``."""
         return relative_damping(self.diagonal.mean(-1), damping)
 
-    def solve(self, left: Tensor, shift: Tensor, scale: Number) -> Tensor:
+    def solve(
+        self, left: Tensor, shift: Tensor, scale: Number, *, well_posed: bool = True
+    ) -> Tensor:
         """Return ``L (shift · I + scale · C)⁻¹``.
 
         Args:
             left: L, ``[..., d, n]``.
             shift: a number for each matrix, ``[...]`` or a scalar.
             scale: a number, or one for each matrix, ``[...]``.
+            well_posed: False computes in float64 where the dtype of C is not precise enough.
 
         Returns:
             The solution, ``[..., d, n]``; NaN where the matrix is not positive definite by rounding.
         """
+        system = self._system(shift, scale)
         if self.structure == "diagonal":
-            system = shift.unsqueeze(-1) + _unsqueezed(scale, 1) * self.entries
             return left / system.unsqueeze(-2)
-        inner = self._inner_dimensions
-        eye = torch.eye(self.entries.shape[-1], dtype=left.dtype, device=left.device)
-        system = _unsqueezed(shift, inner) * eye + _unsqueezed(scale, inner) * self.entries
-        factor = cholesky(system, well_posed=True)
+        factor = cholesky(system, well_posed=well_posed)
         return self._whole(cholesky_solve(factor, self._parts(left).mT).mT)
+
+    def inverse(self, shift: Tensor, scale: Number, *, well_posed: bool) -> Tensor:
+        """Return ``(shift · I + scale · C)⁻¹`` in the structure of C; see :meth:`solve`."""
+        system = self._system(shift, scale)
+        if self.structure == "diagonal":
+            return 1 / system
+        factor = cholesky(system, well_posed=well_posed)
+        return torch.cholesky_inverse(at_least_float32(factor)).to(system.dtype)
+
+    def _system(self, shift: Tensor, scale: Number) -> Tensor:
+        """Return ``shift · I + scale · C`` in the structure of C."""
+        if self.structure == "diagonal":
+            return shift.unsqueeze(-1) + _unsqueezed(scale, 1) * self.entries
+        inner, like = self._inner_dimensions, self.entries
+        eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
+        return _unsqueezed(shift, inner) * eye + _unsqueezed(scale, inner) * like
 
     def unit_diagonal(self) -> StructuredGram:
         """Return C divided by its mean diagonal, over all blocks together; C of zeros stays zeros."""
@@ -146,11 +176,65 @@ class StructuredGram:
         """Return the columns of each block: ``[..., d, n] -> [..., b, d, n/b]``."""
         if self.structure == "dense":
             return matrix
-        return matrix.reshape(*matrix.shape[:-1], *self.entries.shape[-3:-1]).movedim(-2, -3)
+        blocks, size = self.entries.shape[-3:-1]
+        whole = _padded(matrix, blocks * size)
+        return whole.reshape(*whole.shape[:-1], blocks, size).movedim(-2, -3)
 
     def _whole(self, parts: Tensor) -> Tensor:
         """Return the inverse of :meth:`_parts`."""
-        return parts if self.structure == "dense" else parts.movedim(-3, -2).flatten(-2)
+        if self.structure == "dense":
+            return parts
+        return parts.movedim(-3, -2).flatten(-2)[..., : self.columns]
+
+
+@dataclass(frozen=True)
+class ReducedGram(Gram):
+    """``[X 1]ᵀ[X 1]`` reduced to blocks on its diagonal, or to the diagonal, in place of XᵀX.
+
+    ``square`` has the entries that are kept, for the columns that are trained, and ``total`` is empty.
+    """
+
+    kept: Structure = FULL
+
+    @classmethod
+    def reduced(cls, x: Tensor, structure: Structure) -> ReducedGram:
+        """Return the products of rows.
+
+        Args:
+            x: rows ``[..., rows, n]``.
+            structure: which entries of the products are kept.
+        """
+        joint = with_ones(x, True, structure.ones)
+        with full_products(x):
+            if structure.kind == "diagonal":
+                square = diagonal_gram(joint)
+            else:
+                blocks, size, _ = structure.shape(joint.shape[-1])
+                square = block_gram(_padded(joint, blocks * size), size)
+        return cls(square, x.new_empty(0), x.shape[-2], structure)
+
+    @property
+    def structure(self) -> Structure:
+        return self.kept
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [tensor for tensor in super().tensors if tensor is not self.total]
+
+    def with_tensors(self, tensors: Iterable[Tensor]) -> ReducedGram:
+        square, *counts = tensors
+        return super().with_tensors([square, self.total, *counts])
+
+    def joint(self, weight: bool, bias: bool) -> Tensor:
+        """Return the entries, which are those of the trained columns."""
+        return self.square
+
+    def gradient(self, moved: Tensors) -> Tensors:
+        """Return ``Δ C`` for the displacements of the trained tensors."""
+        joint = join(moved)
+        curvature = StructuredGram.beside(joint, self.square, may_be_padded=True)
+        with full_products(joint):
+            return {name: t.clone() for name, t in split(curvature.times(joint), moved).items()}
 
 
 def block_gram(x: Tensor, block_size: int) -> Tensor:
@@ -170,6 +254,12 @@ def block_gram(x: Tensor, block_size: int) -> Tensor:
 def diagonal_gram(x: Tensor) -> Tensor:
     """Return the diagonal of ``XᵀX``: ``[..., rows, n] -> [..., n]``."""
     return x.square().sum(-2)
+
+
+def _padded(matrix: Tensor, columns: int) -> Tensor:
+    """Return a matrix with columns of zeros behind it: ``[..., n] -> [..., columns]``."""
+    missing = columns - matrix.shape[-1]
+    return torch.nn.functional.pad(matrix, (0, missing)) if missing else matrix
 
 
 def _unsqueezed(number: Number, dimensions: int) -> Number:

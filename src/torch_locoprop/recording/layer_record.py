@@ -480,7 +480,8 @@ class LayerRecord:
         if grams:
             first, *others = grams
             rest = [call for call in calls if call.gram is None]
-            others += [row_reduction.gram_of_call(self, call, first.square.dtype) for call in rest]
+            like = first.square.dtype, first.structure
+            others += [row_reduction.gram_of_call(self, call, *like) for call in rest]
             return sum(others, first)
         return self.collected(calls)
 

@@ -5,13 +5,16 @@ What a step needs is decided in ``stepping/requirements.py``.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from torch_locoprop.fast import dispatch
-from torch_locoprop.paper.gram import Gram, RowUse, saves_work
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure, saves_work
+from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.tensors import seeded
 from torch_locoprop.recording.call import Call
 
@@ -35,13 +38,17 @@ def gram_is_better(use: RowUse, x: Tensor, like: Tensor, rows: int) -> bool:
     """
     d, n = like.shape[-2:]
     entries = like.numel() // max(d, 1) * (n + 1)
+    if use.structure != FULL:
+        columns = n + use.structure.ones
+        entries = like.shape[:-2].numel() * prod(use.structure.shape(columns))
     if use.precise and like.device.type == "mps":  # Apple's GPUs have no float64
         return False
     size = entries * use.dtype(like).itemsize
     saving = MIN_SAVING_ON_GPU if dispatch.is_launched_alone(like) else 1
     if size * saving >= x.numel() * x.element_size():
         return False
-    return use.square or saves_work(rows, d, n, use.gradients)
+    needed = use.square or use.structure != FULL
+    return needed or saves_work(rows, d, n, use.gradients)
 
 
 def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
@@ -70,20 +77,33 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
     if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):
         return call
     with layer.in_own_precision():
-        gram = gram_of_call(layer, call, use.dtype(like))
+        gram = gram_of_call(layer, call, use.dtype(like), use.structure)
     return call._replace(x=call.x.new_empty(0), gram=gram, version=None, a=None)
 
 
-def gram_of_call(layer: LayerRecord, call: Call, dtype: torch.dtype) -> Gram:
+def gram_of_calls(
+    layer: LayerRecord, calls: Iterable[Call], dtype: torch.dtype, structure: Structure
+) -> Gram:
+    """Return XᵀX of the rows of some calls, of which none was reduced to XᵀX."""
+    first, *rest = (gram_of_call(layer, call, dtype, structure) for call in calls)
+    return sum(rest, first)
+
+
+def gram_of_call(layer: LayerRecord, call: Call, dtype: torch.dtype, structure: Structure) -> Gram:
     """Return XᵀX of a call's rows; if rows were dropped, an estimate of it from the kept rows."""
     linear_map, x = layer.kind.linear_map, layer.collected([call])
     blocks = [x] if linear_map.holds_rows else linear_map.row_blocks(x)
-    first, *rest = (dispatch.gram(block.to(dtype), apart=True) for block in blocks)
+    first, *rest = (
+        dispatch.gram(block.to(dtype), apart=True)
+        if structure == FULL
+        else ReducedGram.reduced(block.to(dtype), structure)
+        for block in blocks
+    )
     of_kept = sum(rest, first)
     if call.kept is None:
         return of_kept
     count = rows_per_kept_row(layer, call)
-    return Gram(of_kept.square * count, of_kept.total * count, layer.rows_of(call))
+    return of_kept.times(count, layer.rows_of(call))
 
 
 def rows_per_kept_row(layer: LayerRecord, call: Call) -> float:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from torch_locoprop.paper.gram import RowUse
+from torch_locoprop.paper.gram import FULL, RowUse, Structure
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.tensors import Number, Tensors, spread
@@ -99,12 +99,13 @@ class Solver:
         """
         raise NotImplementedError
 
-    def empty_states(self, start: Tensors, bent: bool) -> States:
+    def empty_states(self, start: Tensors, bent: bool, *, structure: Structure = FULL) -> States:
         """Return states with the entries and shapes that :meth:`solve` returns, for tools to fill.
 
         Args:
             start: the tensors that are trained, by name.
             bent: whether the local loss contains a transfer.
+            structure: which entries of XᵀX the solver gets; given only if these are not all.
         """
         return {name: {} for name in start}
 
@@ -117,7 +118,13 @@ class Solver:
         return None
 
     def use_of_rows(
-        self, local_steps: int, number: int, state: Tensors, columns: int
+        self,
+        local_steps: int,
+        number: int,
+        state: Tensors,
+        columns: int,
+        *,
+        structure: Structure = FULL,
     ) -> RowUse | None:
         """Return what the solution of a problem with a squared loss needs of the rows; None: all.
 
@@ -126,6 +133,7 @@ class Solver:
             number: how many problems the layer has had before.
             state: the state of the first trained tensor.
             columns: how many columns of ``[W b]`` are trained.
+            structure: which entries of XᵀX the solver gets; given only if these are not all.
         """
         return None
 

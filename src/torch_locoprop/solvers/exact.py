@@ -30,9 +30,10 @@ from torch_locoprop.paper.fisher import (
     is_well_posed,
     running_average,
 )
-from torch_locoprop.paper.gram import Gram, RowUse, full_products
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
+from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.tensors import Number, Tensors, holds, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
@@ -95,10 +96,8 @@ class Exact(Solver):
     ) -> tuple[Tensor, Tensors]:
         """Return Δ and the new state, which keeps the running C and its factorization."""
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
-        if any(
-            each.shape[-1] != gradient.shape[-1] for each in known
-        ):  # the bias was frozen or unfrozen
-            state = {}
+        if not all(problem.structure.fits(each, gradient.shape[-1]) for each in known):
+            state = {}  # the bias was frozen or unfrozen, or another structure was set
         renew = self._renews(problem.number) or _factors(h) not in state
         gram = state.get("gram")
         if renew or self.decay > 0:
@@ -106,6 +105,8 @@ class Exact(Solver):
         kept: Tensors = {}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram
+        if problem.structure != FULL:
+            return self._in_structure(gradient, gram if renew else None, state, kept, eta)
         if h is None:
             if gram is not None and renew:
                 posed = self._is_well_posed(gram.shape[-1], gram.dtype)
@@ -127,14 +128,33 @@ class Exact(Solver):
         shift = self.damping * values.mean(-1)[..., None, None]
         return -eta * _sylvester_in_basis(gradient, values, basis, shift, h), kept
 
-    def empty_states(self, start: Tensors, bent: bool) -> States:
+    def _in_structure(
+        self, gradient: Tensor, gram: Tensor | None, state: Tensors, kept: Tensors, eta: Number
+    ) -> tuple[Tensor, Tensors]:
+        """Return Δ and the new state for C in blocks or its diagonal; None keeps the last inverse."""
+        if gram is None:
+            kept["inverse"] = state["inverse"]
+        else:
+            curvature = StructuredGram.beside(gradient, gram, may_be_padded=True)
+            shift, scale = gradient.new_ones(()), eta
+            if self.damping is not None:
+                shift, scale = curvature.damping(self.damping), 1.0
+            posed = self._is_well_posed(gradient.shape[-1], gram.dtype)
+            if self.every == 1:
+                return -eta * curvature.solve(gradient, shift, scale, well_posed=posed), kept
+            kept["inverse"] = curvature.inverse(shift, scale, well_posed=posed)
+        inverse = StructuredGram.beside(gradient, kept["inverse"], may_be_padded=True)
+        return -eta * inverse.times(gradient), kept
+
+    def empty_states(self, start: Tensors, bent: bool, *, structure: Structure = FULL) -> States:
         joint = join(start)
         *leading, _, n = joint.shape
-        shapes: dict[str, tuple[int, ...]] = {"gram": (n, n)} if self.decay > 0 else {}
+        of_gram = structure.shape(n)
+        shapes: dict[str, tuple[int, ...]] = {"gram": of_gram} if self.decay > 0 else {}
         if not self._is_plain and bent:
             shapes |= {"eigenvalues": (n,), "eigenvectors": (n, n)}
         elif not self._is_plain and self.every > 1:
-            shapes["inverse"] = (n, n)
+            shapes["inverse"] = of_gram
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
         owner = "weight" if "weight" in start else "bias"
         return {**{name: {} for name in start}, owner: state}
@@ -150,14 +170,20 @@ class Exact(Solver):
         return int(self._renews(number))
 
     def use_of_rows(
-        self, local_steps: int, number: int, state: Tensors, columns: int
+        self,
+        local_steps: int,
+        number: int,
+        state: Tensors,
+        columns: int,
+        *,
+        structure: Structure = FULL,
     ) -> RowUse | None:
         if type(self).solve is not Exact.solve:
             return None
         if self._is_plain:
             return RowUse(square=True, precise=True)
-        inverse = state.get(_factors(None))
-        renew = self._renews(number) or inverse is None or inverse.shape[-1] != columns
+        known = structure.fits(state.get(_factors(None)), columns)
+        renew = self._renews(number) or not known
         return RowUse(square=renew or self.decay > 0)
 
     @property
@@ -193,6 +219,9 @@ def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta
 def _on_gram(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
     """Return Δ computed from C in float64, when the rows are condensed or on other processes."""
     dtype, gradient, gram = gradient.dtype, gradient.double(), problem.square(torch.float64)
+    if problem.structure != FULL:
+        curvature = StructuredGram.beside(gradient, gram, may_be_padded=True)
+        return (-eta * curvature.solve(gradient, gradient.new_ones(()), eta)).to(dtype)
     if h is None:
         system = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
         return (-eta * cholesky_solve(cholesky(system), gradient.mT).mT).to(dtype)

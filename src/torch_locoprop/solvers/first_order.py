@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import RowProducts, RowUse
+from torch_locoprop.paper.gram import FULL, RowProducts, RowUse, Structure
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors
 from torch_locoprop.solvers.base import Numbers, Solver, States
@@ -89,7 +89,7 @@ class FirstOrder(Solver):
         iterate = Iterate(problem, problem.through_gram(local_steps))
         return self.iterate(iterate, states, numbers, local_steps, local_decay, self.advance_)
 
-    def empty_states(self, start: Tensors, bent: bool) -> States:
+    def empty_states(self, start: Tensors, bent: bool, *, structure: Structure = FULL) -> States:
         return {name: self.init(tensor, Numbers(0.0)) for name, tensor in start.items()}
 
     def without_rows(self) -> Solver:
@@ -135,7 +135,13 @@ class FirstOrder(Solver):
         return iterate.found(), states
 
     def use_of_rows(
-        self, local_steps: int, number: int, state: Tensors, columns: int
+        self,
+        local_steps: int,
+        number: int,
+        state: Tensors,
+        columns: int,
+        *,
+        structure: Structure = FULL,
     ) -> RowUse | None:
         ours = type(self).solve is FirstOrder.solve
         return RowUse(gradients=local_steps - 1) if ours else None

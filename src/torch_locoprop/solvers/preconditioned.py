@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import at_least_float32
-from torch_locoprop.paper.gram import RowUse, full_products
+from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.preconditioning import (
@@ -247,6 +247,12 @@ class _WithoutRows(Solver):
         return new, states
 
     def use_of_rows(
-        self, local_steps: int, number: int, state: Tensors, columns: int
+        self,
+        local_steps: int,
+        number: int,
+        state: Tensors,
+        columns: int,
+        *,
+        structure: Structure = FULL,
     ) -> RowUse | None:
         return RowUse()

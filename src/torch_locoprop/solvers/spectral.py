@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import at_least_float32
-from torch_locoprop.paper.gram import RowUse, full_products
+from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.spectral import (
@@ -55,7 +55,8 @@ class Spectral(Solver):
 
     A step changes the entries of a weight by about 0.2 lr. The settings ``momentum`` and ``decay`` are
     those of the average gradient and of the mean squares of the rows; ``gamma``, ``local_steps`` and
-    ``eps`` have no effect. Layers with more than 8192 inputs take the step without C.
+    ``eps`` have no effect. Layers with more than 8192 inputs take the step without C, unless
+    ``gram="block"`` or ``"diagonal"`` is set.
 
     Args:
         every: number of steps between two renewals of C and its inverse. Each of the first ten steps
@@ -136,7 +137,8 @@ class Spectral(Solver):
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
-                found = StructuredGram.beside(found, state["inverse"]).times(found)
+                inverse = StructuredGram.beside(found, state["inverse"], may_be_padded=True)
+                found = inverse.times(found)
         bf16 = problem.products == "bf16" and has_fast_bf16(gradient)
         return Direction(found, state, torch.bfloat16 if bf16 else None)
 
@@ -179,9 +181,13 @@ class Spectral(Solver):
         ones = (*gradient.shape[:-2], 1, 1)
         start = torch.zeros(ones, dtype=torch.float32, device=gradient.device)
         state = {**state, "step": state.get("step", start) + 1}
-        if not self._has_use_of_rows(problem.number, state, gradient.shape[-1]):
+        columns, structure = gradient.shape[-1], problem.structure
+        if not self._has_use_of_rows(problem.number, state, columns, structure):
             return state
-        square = StructuredGram.beside(gradient, self._square(problem, gradient)).unit_diagonal()
+        entries = self._square(problem, gradient)
+        square = StructuredGram.beside(gradient, entries, may_be_padded=True).unit_diagonal()
+        if "gram" in state and state["gram"].shape != entries.shape:  # another structure was set
+            state = {key: entry for key, entry in state.items() if key not in ("gram", "inverse")}
         past = state.get("gram")
         gram = square if past is None else square.averaged_with(past, self.averaging)
         rounding = 64 * torch.finfo(next(iter(problem.start.values())).dtype).eps
@@ -205,17 +211,19 @@ class Spectral(Solver):
             state["energy"] = _average(None if past is None else past.square(), square, mu).sqrt()
         return state
 
-    def empty_states(self, start: Tensors, bent: bool) -> States:
+    def empty_states(self, start: Tensors, bent: bool, *, structure: Structure = FULL) -> States:
         joint = join(start)
         *leading, d, n = joint.shape
-        shapes = {"average": (d, n), "rows": (d, 1)}
-        if n <= WIDEST:
-            shapes |= {"gram": (n, n), "inverse": (n, n)}
+        shapes: dict[str, tuple[int, ...]] = {"average": (d, n), "rows": (d, 1)}
+        of_gram = structure.shape(n)
+        if of_gram[-1] <= WIDEST or structure != FULL:
+            shapes |= {"gram": of_gram, "inverse": of_gram}
         if self.agreement > 0:
             shapes["energy"] = (1, 1)
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
         for key in {"gram", "inverse"} & state.keys():  # an inverse of zeros would stop the layer
-            state[key] += torch.eye(n, dtype=joint.dtype, device=joint.device)
+            one = torch.eye(of_gram[-1], dtype=joint.dtype, device=joint.device)
+            state[key] += one if len(of_gram) > 1 else one.diagonal()
         state["step"] = joint.new_zeros(*leading, 1, 1, dtype=torch.float32)
         owner = "weight" if "weight" in start else "bias"
         return {**{name: {} for name in start}, owner: state}
@@ -233,15 +241,23 @@ class Spectral(Solver):
         return int(self._renews(number))
 
     def use_of_rows(
-        self, local_steps: int, number: int, state: Tensors, columns: int
+        self,
+        local_steps: int,
+        number: int,
+        state: Tensors,
+        columns: int,
+        *,
+        structure: Structure = FULL,
     ) -> RowUse | None:
-        return RowUse(square=self._has_use_of_rows(number, state, columns))
+        return RowUse(square=self._has_use_of_rows(number, state, columns, structure))
 
-    def _has_use_of_rows(self, number: int, state: Tensors, columns: int) -> bool:
+    def _has_use_of_rows(
+        self, number: int, state: Tensors, columns: int, structure: Structure
+    ) -> bool:
         """Return True if a step computes C of its rows."""
-        inverse = state.get("inverse")
-        known = inverse is not None and inverse.shape[-1] == columns
-        return columns <= WIDEST and (self._renews(number) or not known)
+        known = structure.fits(state.get("inverse"), columns)
+        served = columns <= WIDEST or structure != FULL
+        return served and (self._renews(number) or not known)
 
     def _renews(self, number: int) -> bool:
         return number < EARLY or number % self.every == 0
@@ -250,7 +266,9 @@ class Spectral(Solver):
 class _WithoutRows(Spectral):
     """The step of a layer whose rows are not known: with the last inverse, or without C."""
 
-    def _has_use_of_rows(self, number: int, state: Tensors, columns: int) -> bool:
+    def _has_use_of_rows(
+        self, number: int, state: Tensors, columns: int, structure: Structure
+    ) -> bool:
         return False
 
 

@@ -16,12 +16,12 @@ from torch_locoprop.config.groups import Group
 from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.fisher import running_average, second_moment
-from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.gram import FULL, Gram
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording import row_gradients
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.recording.row_reduction import row_weight
+from torch_locoprop.recording.row_reduction import gram_of_calls, row_weight
 from torch_locoprop.solvers import Numbers
 from torch_locoprop.solvers.base import States
 from torch_locoprop.stepping.layer_part import Part
@@ -69,7 +69,8 @@ def local_problem(
     """
     group, tensors = group_of[layer.given[0]], layer.tensors
     kind, x = layer.kind if part is None else part.kind, layer.inputs()
-    if isinstance(x, Gram) and not x.serves(layer.row_use(trained), layer.like):
+    use = layer.row_use(trained)
+    if isinstance(x, Gram) and not x.serves(use, layer.like):
         raise changed(layer, "its inputs, of which only a summary was kept")
     mean = group["local_reduction"] == "mean"
     of_each = 1 / max(layer.row_count, 1) if mean else 1.0
@@ -91,6 +92,9 @@ def local_problem(
     linear_map = kind.linear_map
     if part is not None:
         x, weight, linear_map = part.inputs(layer, method, group, x, trained)
+    elif use is not None and use.is_any and use.structure != FULL and layer.calls:
+        if not isinstance(x, Gram):
+            x = gram_of_calls(layer, layer.calls, use.dtype(layer.like), use.structure)
     elif any(call.kept is not None for call in layer.calls):
         weight = row_weight(layer, of_each)
     return LocalProblem(
@@ -120,6 +124,7 @@ def local_problem(
         others=exchange,
         outputs=None if part is None else part.outputs,
         gram_of=dispatch.gram,
+        structure=FULL if use is None else use.structure,
         number=problems_before(group),
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from torch_locoprop.distributed.fully_shard import local
+from torch_locoprop.paper.gram import FULL
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.layer_part import part_of
@@ -36,7 +37,9 @@ def empty_states(
     elif part is not None:
         tensors = {name: local(p).new_zeros(p.shape) for name, p in trained.items()}
     start = {name: kind.matrix(name, tensor) for name, tensor in tensors.items()}
-    states = method.solver.empty_states(start, bent=method.variant.loss.uses_transfer)
+    use = layer.row_use(trained)
+    given = {} if use is None or use.structure == FULL else {"structure": use.structure}
+    states = method.solver.empty_states(start, method.variant.loss.uses_transfer, **given)
     if method.needs_fisher is not None:
         owner = next(iter(trained))
         d = start[owner].shape[-2 if owner == "weight" else -1]

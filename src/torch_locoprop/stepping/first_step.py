@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.gram import FULL, Gram
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
 from torch_locoprop.paper.tensors import Tensors, has_values, join
@@ -155,8 +155,8 @@ def _change(problem: LocalProblem, moved: Tensors) -> Tensor | None:
 
 
 def _size_through_gram(gram: Gram, tensors: Tensors) -> Tensor | None:
-    """Return the root mean square of ``X Wᵀ + b``; None if no products of the rows were kept."""
-    if not gram.is_known:
+    """Return the root mean square of ``X Wᵀ + b``; None if not all products of the rows were kept."""
+    if not gram.is_known or gram.structure != FULL:
         return None
     joined = join(tensors)
     joint = gram.to(joined.dtype).joint("weight" in tensors, "bias" in tensors)

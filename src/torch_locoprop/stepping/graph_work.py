@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -169,8 +168,7 @@ def _inputs(call: Call) -> list[Tensor]:
         return [call.x] if call.output is None else [call.x, call.output]
     if not call.gram.is_known:
         return []
-    rows = call.gram.rows
-    return [call.gram.square, call.gram.total, *([rows] if isinstance(rows, Tensor) else [])]
+    return call.gram.tensors
 
 
 def _with_inputs(call: Call, inputs: Iterator[Tensor]) -> Call:
@@ -183,10 +181,7 @@ def _with_inputs(call: Call, inputs: Iterator[Tensor]) -> Call:
         return read._replace(a=a, a_version=a._version)
     if not call.gram.is_known:
         return call
-    gram = replace(call.gram, square=next(inputs), total=next(inputs))
-    if isinstance(gram.rows, Tensor):
-        gram = replace(gram, rows=next(inputs))
-    return call._replace(gram=gram)
+    return call._replace(gram=call.gram.with_tensors([next(inputs) for _ in call.gram.tensors]))
 
 
 def _known(setting: Any) -> Any:

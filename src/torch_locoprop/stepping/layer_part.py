@@ -8,7 +8,7 @@ the whole problem and keeps its own rows of the solution.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,9 @@ from torch_locoprop.distributed.fully_shard import Shards, SharedShardFacts, ful
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.layers.base import is_distributed
 from torch_locoprop.layers.conv import ConvMap
-from torch_locoprop.paper.gram import Gram, RowUse, saves_work
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, saves_work
 from torch_locoprop.paper.linear_map import Dense, LinearMap
+from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording import row_reduction
@@ -157,8 +158,7 @@ class Part:
             rows = torch.split(x, [len(layer.kind.rows(call.x)) for call in calls])
             calls = [call._replace(x=own) for call, own in zip(calls, rows, strict=True)]
         if _goes_through_gram(layer, facts, use):
-            dtype = layer.like.dtype if use is None else use.dtype(layer.like)
-            return Inputs(self._gram(layer, calls, x, dtype, mean), 1.0, linear_map)
+            return Inputs(self._gram(layer, calls, x, use, mean), 1.0, linear_map)
         if self.exchanges_weights(layer, method, gate=group["gate"]):
             of_each = 1 / (layer.row_count * facts.processes) if mean else 1.0
             exchanged = ExchangedMap(layer.kind.linear_map, self.shards, moved)
@@ -220,21 +220,24 @@ class Part:
         return EXCHANGES_WEIGHTS if exchanged else GATHERS_ROWS
 
     def _gram(
-        self, layer: LayerRecord, calls: Sequence[Call], x: Any, dtype: torch.dtype, mean: bool
+        self, layer: LayerRecord, calls: Sequence[Call], x: Any, use: RowUse | None, mean: bool
     ) -> Gram:
         """Return XᵀX of the rows of all processes, with their weights."""
+        dtype = layer.like.dtype if use is None else use.dtype(layer.like)
+        structure = FULL if use is None else use.structure
         if isinstance(x, Gram):
             own = x.to(dtype)
         else:
-            first, *rest = (row_reduction.gram_of_call(layer, c, dtype) for c in calls)
-            own = sum(rest, first)
+            own = row_reduction.gram_of_calls(layer, calls, dtype, structure)
         facts = layer.shared_facts
         assert isinstance(facts, SharedShardFacts)
         weight = 1 / (layer.row_count * facts.processes) if mean else 1.0
-        both = torch.cat([own.square, own.total.unsqueeze(-2)], dim=-2) * weight
+        own = own.times(weight, own.square.new_full((), 1.0 if mean else float(facts.rows)))
+        if isinstance(own, ReducedGram):
+            return replace(own, square=self.shards.sum_over_inputs(own.square))
+        both = torch.cat([own.square, own.total.unsqueeze(-2)], dim=-2)
         both = self.shards.sum_over_inputs(both)
-        rows = 1.0 if mean else float(facts.rows)
-        return Gram(both[..., :-1, :], both[..., -1, :], both.new_full((), rows))
+        return replace(own, square=both[..., :-1, :], total=both[..., -1, :])
 
     def _row_weight(
         self, layer: LayerRecord, facts: SharedShardFacts, mean: bool
@@ -263,6 +266,8 @@ def _goes_through_gram(layer: LayerRecord, facts: SharedShardFacts, use: RowUse 
     if use is None or facts.some_have_gram:
         return facts.some_have_gram
     d, n = layer.kind.matrix("weight", layer.like).shape[-2:]
+    if use.structure != FULL:
+        return True
     holds_rows = layer.kind.linear_map.holds_rows
     return use.square or not holds_rows or saves_work(facts.rows, d, n, use.gradients)
 

@@ -11,7 +11,8 @@ from functools import partial
 
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Gram, RowUse
+from torch_locoprop.config.groups import Group
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, Orders
@@ -121,7 +122,11 @@ def use_of_rows(
     kept = group["state_of"] in (None, group["solver"])  # step() drops another solver's state
     state = states.get(owner, {}) if kept else {}
     number = problems_before(group)
-    use = method.solver.use_of_rows(method.local_steps, number, state, columns)
+    structure = structure_of(group, columns, moved)
+    given = {} if structure == FULL else {"structure": structure}
+    use = method.solver.use_of_rows(method.local_steps, number, state, columns, **given)
+    if use is not None:
+        use = use._replace(structure=structure)
     # Measuring takes what is there: it must not change which way the iterations go.
     if use is not None and (group["gate"] or (diagnosed and not use.is_any)):
         use = use._replace(gradients=use.gradients + 1)
@@ -133,6 +138,18 @@ def use_of_rows(
     if bent or not settled:
         return None
     return use if is_quadratic(layer, variant) else None
+
+
+def structure_of(group: Group, columns: int, moved: Collection[str]) -> Structure:
+    """Return which entries of XᵀX a step takes; FULL if the group's settings leave out none.
+
+    Args:
+        group: the settings of the layer.
+        columns: how many columns of ``[W b]`` are trained.
+        moved: names of the tensors that are trained.
+    """
+    asked = Structure(group["gram"], group["block_size"], ones="bias" in moved)
+    return asked if asked.reduces(columns) else FULL
 
 
 def check_recorded_needs(plan: Plan, layers: Iterable[LayerRecord]) -> None:
