@@ -170,7 +170,7 @@ class LocoProp(LayerOptimizer):
             self._step_without_problems(trained)
             self._step_others()
             return loss
-        if not any(layer.calls for layer in trained):
+        if not any(layer.calls for layer in trained) and not self._hooks.has_joined:
             check_recorded(trained)
         with self._layers[0].in_own_precision():
             steps = self._set_targets(trained)

@@ -189,7 +189,7 @@ def row_parallel(
 
 def of_all_layers_in_ddp(layers: int) -> Traffic:
     """Return the exchange of facts, once a step for all layers together."""
-    return Traffic(reductions=1, reduced_bytes=8 * (DDP_FACTS * layers + 1))
+    return Traffic(reductions=1, reduced_bytes=8 * (DDP_FACTS * layers + 2))
 
 
 def square_in_ddp(columns: int, itemsize: int) -> Traffic:

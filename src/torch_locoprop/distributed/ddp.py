@@ -10,13 +10,15 @@ Functions here take tensors and numbers; they know neither layers nor settings.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from torch_locoprop.distributed.live_objects import instances
 
 
 class LayerFacts(NamedTuple):
@@ -36,6 +38,9 @@ class SharedFacts:
     rows: int  # number of rows of all processes
     all_have_rows: bool  # every process has rows and the same role of the layer
     some_have_gram: bool  # at least one process keeps XᵀX in place of its rows
+    active: int  # number of processes that have a batch in this step
+    divisor: int  # by which DDP divides sums of gradients over the processes
+    has_joined: bool  # this process has run out of batches, inside of Join
 
     @property
     def processes(self) -> int:
@@ -43,14 +48,14 @@ class SharedFacts:
         return torch.distributed.get_world_size(self.group)
 
     def average(self, mean: Tensor) -> Tensor:
-        """Return the mean over all processes.
+        """Return the mean over all processes that have a batch.
 
         Args:
             mean: this process's mean over its rows.
         """
-        mean = mean.clone()
-        Exchange(self, mean=True).add_up([mean])
-        return mean
+        total = torch.zeros_like(mean) if self.has_joined else mean.clone()
+        Exchange(self, mean=False).add_up([total])
+        return total / self.active
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ class Exchange:
 
     Args:
         facts: what every process knows about the layer.
-        mean: divide the sums by the number of processes, for a loss that is a mean over rows.
+        mean: divide the sums as DDP divides gradients, for a loss that is a mean over rows.
     """
 
     facts: SharedFacts
@@ -81,7 +86,7 @@ class Exchange:
             whole = tensor.contiguous()
             torch.distributed.all_reduce(whole, group=self.facts.group)
             if self.mean:
-                whole /= self.facts.processes
+                whole /= self.facts.divisor
             if whole is not tensor:
                 tensor.copy_(whole)
 
@@ -94,26 +99,28 @@ class Exchange:
         return self.facts.average(mean)
 
 
-def averaging_processes() -> Any:
+def averaging_processes(*, joins: bool) -> Any:
     """Return the process group of the DDP module whose forward pass is running.
+
+    Args:
+        joins: the optimizer was given to the context ``Join``.
 
     Returns:
         The group; None if no DDP module is running, or if it has one process only.
 
     Raises:
-        RuntimeError: the DDP module runs inside the context ``Join``.
+        RuntimeError: the DDP module runs inside the context ``Join``, without the optimizer.
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     wrapper = getattr(DistributedDataParallel, "_active_ddp_module", None)
     if wrapper is None or torch.distributed.get_world_size(wrapper.process_group) == 1:
         return None
-    if getattr(getattr(wrapper, "_join_config", None), "enable", False):
+    if not joins and getattr(getattr(wrapper, "_join_config", None), "enable", False):
         raise RuntimeError(
-            "The Join context of torch.distributed does not work with this optimizer: a process that "
-            "has run out of batches would have to take part in the others' local problems. Give all "
-            "processes the same number of batches, for example with DistributedSampler; a batch may "
-            "be empty."
+            "The Join context of torch.distributed was entered without the optimizer, but a process "
+            "that has run out of batches has to take part in the others' local problems. Give it both, "
+            "the model first: Join([model, opt])."
         )
     return wrapper.process_group
 
@@ -145,37 +152,89 @@ def is_tensor_parallel(model: nn.Module) -> bool:
 
 
 def agree(
-    group: Any, layers: Sequence[LayerFacts], terms: float, device: torch.device
+    group: Any,
+    layers: Sequence[LayerFacts],
+    terms: float | None,
+    device: torch.device,
+    *,
+    by_all: bool,
 ) -> tuple[list[SharedFacts], float]:
     """Exchange what the processes know about their layers, in one all-reduce.
 
     Args:
         group: the process group.
         layers: this process's facts, for the same layers in every process.
-        terms: number of terms that this process's loss sums.
+        terms: number of terms that this process's loss sums; None if it has run out of batches.
         device: the device for the all-reduce.
+        by_all: DDP divides by the number of all processes, also of those that ran out of batches.
 
     Returns:
-        The shared facts of each layer, and the mean of ``terms`` over the processes.
+        The shared facts of each layer, and the mean of ``terms`` over the processes with a batch.
     """
     own = [float(number) for layer in layers for number in _numbers(layer)]
-    sums = torch.tensor([*own, terms], dtype=torch.float64, device=device)
+    last = (0.0, 0.0) if terms is None else (terms, 1.0)
+    sums = torch.tensor([*own, *last], dtype=torch.float64, device=device)
     torch.distributed.all_reduce(sums, group=group)
-    *of_layers, terms = sums.tolist()
+    *of_layers, total, active = sums.tolist()
     world = torch.distributed.get_world_size(group)
+    members = (int(active), world if by_all else int(active), terms is None)
     found = []
     for i in range(len(layers)):
         rows, with_rows, with_gram, roles, squares = of_layers[5 * i : 5 * i + 5]
         equal_roles = world * squares == roles**2  # by the Cauchy–Schwarz inequality
         all_have_rows = equal_roles and with_rows == world
-        found.append(SharedFacts(group, int(rows), all_have_rows, with_gram > 0))
-    return found, terms / world
+        found.append(SharedFacts(group, int(rows), all_have_rows, with_gram > 0, *members))
+    return found, total / active
 
 
 def _numbers(layer: LayerFacts) -> tuple[int, ...]:
     """Return the facts as numbers whose sums over processes are enough for :func:`agree`."""
     role = zlib.crc32(layer.role.encode()) % 9973
     return layer.rows, layer.has_rows, layer.has_gram, role, role**2
+
+
+def share_gradients(
+    group: Any, parameters: Sequence[nn.Parameter], settings: Sequence[float], *, has_joined: bool
+) -> Sequence[float]:
+    """Give the gradients to processes that have run out of batches, and have none.
+
+    Args:
+        group: the process group.
+        parameters: the parameters, in the same order in all processes.
+        settings: numbers that schedules may have changed in processes with a batch.
+        has_joined: this process has run out of batches.
+
+    Returns:
+        The settings of processes with a batch.
+    """
+    world, rank = torch.distributed.get_world_size(group), torch.distributed.get_rank(group)
+    known = [float(p.grad is not None) for p in parameters]
+    given = [-torch.inf] * len(settings) if has_joined else settings
+    place = 0.0 if has_joined else float(world - rank)
+    numbers = torch.tensor(
+        [float(has_joined), place, *known, *given], dtype=torch.float64, device=parameters[0].device
+    )
+    torch.distributed.all_reduce(numbers, torch.distributed.ReduceOp.MAX, group=group)
+    some_joined, place, *rest = numbers.tolist()
+    if not some_joined:
+        return settings
+    source = world - int(place)
+    for p, has_gradient in zip(parameters, rest, strict=False):
+        if not has_gradient:
+            continue
+        gradient = p.grad if rank == source and p.grad is not None else torch.empty_like(p)
+        torch.distributed.broadcast(gradient, group=group, group_src=source)
+        if has_joined:
+            p.grad = gradient
+    return rest[len(parameters) :]
+
+
+def wrapper_of(layers: Collection[nn.Module]) -> DistributedDataParallel | None:
+    """Return the DDP module that has all of these layers; None if there is none."""
+    for wrapper in instances(DistributedDataParallel):
+        if set(wrapper.modules()).issuperset(layers):
+            return wrapper
+    return None
 
 
 def are_several() -> bool:

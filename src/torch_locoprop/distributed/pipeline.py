@@ -7,13 +7,14 @@ runs several forward passes before their backward passes. It averages the gradie
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 from torch import distributed, nn
+
+from torch_locoprop.distributed.live_objects import instances
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,4 @@ def pipeline_of(layers: Collection[nn.Module]) -> Pipeline:
 def _stages() -> list[Any]:
     """Return the stages of pipelines that this process has."""
     module = sys.modules.get("torch.distributed.pipelining.stage")
-    if module is None:  # no stage can exist
-        return []
-    kind = module._PipelineStageBase
-    # isinstance() would ask the objects themselves, and proxies of deleted objects raise.
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+    return [] if module is None else instances(module._PipelineStageBase)

@@ -88,6 +88,16 @@ class Call(NamedTuple):
         }
         return self._replace(kept=samples, version=None, a=None, **parts)
 
+    def without_rows(self, kind: LayerKind) -> Call:
+        """Return the call with a batch of no samples.
+
+        Args:
+            kind: the kind of the layer.
+        """
+        none = torch.empty(0, dtype=torch.long, device=self.x.device)
+        shape = torch.Size((0, *self.shape[1:]))
+        return self.subsampled(kind, none)._replace(kept=None, shape=shape, g_norm=None)
+
     def with_own_input(self) -> Call:
         """Return the call with a copy of its input, which no other code can write to."""
         return self if self.version is None else self._replace(x=self.x.clone(), version=None)

@@ -70,6 +70,8 @@ class ModelHooks:
         self.record_post_gradients = False  # record ∂L/∂y
         self.processes: Any = None  # the process group that averages gradients, once seen
         self.averaged = True  # the last forward pass was not under no_sync()
+        self.wrapper: weakref.ref[Any] | None = None  # the DDP module, if it may run inside of Join
+        self.has_joined = False  # in that context, this process has run out of batches
         self.compiled_graphs: set[CompiledGraph] = set()  # those that call a watched layer
         self.leaves: set[int] = set()  # ids of leaves used by operations outside of layers
         self.output_shape: torch.Size | None = None  # of the model's output, if it is one tensor
@@ -128,6 +130,23 @@ class ModelHooks:
         """
         return self.processes is not None and not (self.averaged or self.pipeline.is_used)
 
+    @property
+    def ddp_module(self) -> Any:
+        """The DDP module that may run inside of ``Join``; None if there is none."""
+        return None if self.wrapper is None else self.wrapper()
+
+    @property
+    def divides_by_all(self) -> bool:
+        """True if DDP divides gradients by all processes, also by those without a batch."""
+        return getattr(self.ddp_module, "_divide_by_initial_world_size", True)
+
+    def begin_without_rows(self) -> None:
+        """Begin a step of this process after its last batch, inside of ``Join``."""
+        self.has_joined = self.averaged = True
+        for layer in self.layers.values():
+            if layer.empty_call is not None:
+                layer.calls[:] = [layer.empty_call]
+
     def clear(self) -> None:
         """Drop everything that was recorded."""
         self.loss_facts = self.loss_facts._replace(terms=None)
@@ -164,7 +183,7 @@ class ModelHooks:
             self._notice_transform(module, out)
             return None
         if distributed.is_available() and distributed.is_initialized():
-            running = averaging_processes()
+            running = averaging_processes(joins=self.wrapper is not None)
             if running is not None:
                 self.processes, self.averaged = running, are_averaged()
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
@@ -311,6 +330,8 @@ class ModelHooks:
         if "g_norm" in needs:
             call = call._replace(g_norm=_norm(g))
         pending.recorded = True
+        if self.wrapper is not None:
+            layer.empty_call = call.without_rows(layer.kind)
         layer.record(call, backward_pass.current_pass())
         if not backward_pass.retains_graph():
             pending.release()  # no other pass can follow, but the loss may be kept for long

@@ -94,6 +94,7 @@ class LayerRecord:
     shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
     sharded: ShardedGradients = field(default_factory=ShardedGradients)  # of a layer with shards
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
+    empty_call: Call | None = None  # a call without rows, for steps after the last batch
     first_step: Any = None  # what the first step did, of stepping/first_step.py
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _forwards: tuple[Any, ...] = ()  # what the module's class computed when the record was made
@@ -155,7 +156,14 @@ class LayerRecord:
     def facts(self) -> LayerFacts:
         """What this process tells the others about the layer before its problem is solved."""
         name = None if self.transfer is None else self.transfer.name
-        return LayerFacts(self.row_count, self.has_rows, self.has_gram, f"{name} {self.is_output}")
+        # A process without a batch can take part where it has had batches before.
+        has_rows = self.has_rows or (self.is_joined and not self.obstacle)
+        return LayerFacts(self.row_count, has_rows, self.has_gram, f"{name} {self.is_output}")
+
+    @property
+    def is_joined(self) -> bool:
+        """True if this process has run out of batches and takes part without rows."""
+        return self.empty_call is not None and any(c is self.empty_call for c in self.calls)
 
     @property
     def shard_facts(self) -> ShardFacts:

@@ -31,14 +31,20 @@ def agree(
         RuntimeError: if a sharded layer has a gradient in some processes only.
     """
     sharded = [layer for layer in layers if layer.shards is not None]
-    terms = _agree_on_shards(sharded, count_terms) if sharded else count_terms()
+    if hooks.has_joined:
+        terms = 0.0
+    else:
+        terms = _agree_on_shards(sharded, count_terms) if sharded else count_terms()
     if hooks.is_alone:
         for layer in trained:  # a step inside no_sync(): each process has a problem of its own
             layer.shared_facts = None
     elif hooks.processes is not None:
         own = list(trained)
         device = own[0].given[0].device
-        found, terms = ddp.agree(hooks.processes, [layer.facts for layer in own], terms, device)
+        given = None if hooks.has_joined else terms
+        known = [layer.facts for layer in own]
+        by_all = hooks.divides_by_all
+        found, terms = ddp.agree(hooks.processes, known, given, device, by_all=by_all)
         for layer, facts in zip(own, found, strict=True):
             layer.shared_facts = facts
     return terms

@@ -142,7 +142,7 @@ def row_factor(layer: LayerRecord, group: Group, loss_terms: float) -> float:
         return sign / loss_terms * max(layer.row_count, 1)
     # DDP divides the gradient of a row by the number of processes, the sum over rows does not.
     facts = layer.shared_facts
-    return sign / (facts.processes if isinstance(facts, SharedFacts) else 1)
+    return sign / (facts.divisor if isinstance(facts, SharedFacts) else 1)
 
 
 def numbers(group: Group) -> Numbers:

@@ -57,6 +57,7 @@ from torch_locoprop.stepping.requirements import (
     require,
     require_rows,
 )
+from torch_locoprop.stepping.uneven_inputs import Joins
 
 _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a host sync
 
@@ -68,7 +69,7 @@ _KEPT = (
 )
 
 
-class LayerOptimizer(WithFallback):
+class LayerOptimizer(WithFallback, Joins):
     """Base class of :class:`~torch_locoprop.LocoProp`, with all of it that is not the step itself."""
 
     _model: nn.Module
@@ -96,6 +97,7 @@ class LayerOptimizer(WithFallback):
             layer.count_from(self._counted.get(layer.name, {}))
         give_transfers(self._layers, self._given_transfers)
         self._check_agreement(self._layers, self._group_of())
+        Joins.__init__(self)
         self._hooks = ModelHooks(self._model, self._layers, self._loss.known_transfer)
         self._hooks.before_forward = weakref.WeakMethod(self._require_anew)
         self._graphs = graphs.StepGraphs()
@@ -245,6 +247,8 @@ class LayerOptimizer(WithFallback):
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
         check_intact(self._layers)
+        if self._join_config.enable and not self._hooks.is_alone:
+            self._share_gradients()
         unreduced = [layer for layer in self._layers if layer.sharded.unreduced]
         if unreduced and self._hooks.pipeline.is_used:  # which adds up after all backward passes
             for layer in unreduced:
@@ -265,7 +269,7 @@ class LayerOptimizer(WithFallback):
             trained: the layers with a gradient.
             skipped: the closure returned None.
         """
-        if any(layer.calls for layer in trained):
+        if any(layer.calls for layer in trained) or (trained and self._hooks.has_joined):
             return False
         if trained:
             gradients = [

@@ -1,0 +1,17 @@
+"""Finds the objects of PyTorch around a model that no reference leads to."""
+
+from __future__ import annotations
+
+import gc
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def instances(kind: type[T]) -> list[T]:
+    """Return all objects of a class, or of its subclasses, that this process has.
+
+    All objects of the process are searched, so the answer should be kept.
+    """
+    # isinstance() would ask the objects themselves, and proxies of deleted objects raise.
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
