@@ -27,9 +27,9 @@ from sharded_cases import (
 )
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from traffic import check_counts
+from traffic import check_counts, check_images
 
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
@@ -79,6 +79,7 @@ def _train_all(rank: int, folder: Path, world: int) -> None:
         _check_steps_that_are_no_ordinary_ones(rank)
     if world == 3:
         check_counts(rank, world)
+        check_images(rank, world)
 
 
 def _exchanging_weights() -> AbstractContextManager[object]:
@@ -346,6 +347,29 @@ def test_weights_away_from_their_mesh_are_named(alone: None) -> None:
     fully_shard(model)
     with pytest.raises(ValueError, match="its weight is on meta, its mesh has cpus"):
         LocoProp(model)
+
+
+def test_offloaded_weights_are_named_and_trained_by_the_fallback(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that ``CPUOffloadPolicy`` keeps on the host, of a layer whose mesh has GPUs."""
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 6))
+    mesh = init_device_mesh("cpu", (1,))
+    fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    fully_shard(model)
+    with monkeypatch.context() as pretended:  # there are no GPUs here
+        pretended.setattr(model[0].weight.device_mesh, "_device_type", "cuda")
+        opt = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1))
+    x, before = torch.rand(5, 6), whole_tensors(model)
+    model(x).square().mean().backward()
+    expected = before[0] - 0.1 * model[0].weight.grad.full_tensor()
+    opt.step()
+    torch.testing.assert_close(model[0].weight.full_tensor(), expected)
+    assert not torch.equal(whole_tensors(model)[1], before[1])
+    rows = {row.split()[0]: row for row in opt.summary().splitlines() if " Linear " in row}
+    assert "SGD" in rows["0"]
+    assert "its weight is on cpu, its mesh has cudas" in rows["0"]
+    assert "locoprop" in rows["2"]
 
 
 def test_a_weight_that_is_sharded_without_its_bias_is_named(alone: None) -> None:

@@ -7,9 +7,10 @@ from unittest.mock import patch
 
 import torch
 from sharded_cases import CASES, batch_bounds, loss_of, make_optimizer, network, sharded
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
+from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
 from torch_locoprop.paper.gram import FULL, Structure
@@ -78,6 +79,20 @@ def expected(name: str, world: int, rank: int, rows: int, step: int) -> Traffic:
     if "spectral" in name:
         total = total.plus(communication.polar_factors([(6, 9), (8, 7)], world, rank, 8))
     return total
+
+
+def check_images(rank: int, world: int) -> None:
+    """Compare the collectives of a convolution in two calls of a step with the formulas."""
+    model = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 3, 3, padding=1), nn.Tanh())
+    several = sharded(CASES["M"], model.double())
+    opt = LocoProp(several, variant="locoprop-m", lr=1e-3)
+    for rows in (3, 2 + rank):  # the last process has most
+        several(torch.rand(rows, 6).double()).square().mean().backward()
+    with Counted() as counted:
+        opt.step()
+    numbers = 6 * (3 + 2 + world - 1)
+    images = communication.by_images(2, 1, numbers, world, 8)
+    assert counted.traffic() == communication.of_all_layers(1, world).plus(images)
 
 
 def check_counts(rank: int, world: int) -> None:

@@ -78,6 +78,21 @@ def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
     return Traffic(gathers=1, gathered_bytes=gathered).plus(_finite())
 
 
+def by_images(calls: int, dimensions: int, numbers: int, processes: int, itemsize: int) -> Traffic:
+    """Return LocoProp-M of a convolution: the images of all processes, once.
+
+    Args:
+        calls: the largest number of calls of the layer in a process.
+        dimensions: of an image, 1 to 3.
+        numbers: the largest number of numbers that the images of a process have.
+        processes: P.
+        itemsize: bytes of a number.
+    """
+    counts = 2 + calls * (2 + 3 * dimensions)  # how many there are, shapes, paddings, output sizes
+    gathered = processes * (8 * counts + numbers * itemsize)
+    return Traffic(gathers=3, gathered_bytes=gathered).plus(_finite())
+
+
 def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsize: int) -> Traffic:
     """Return LocoProp-M where weights are exchanged: at the start and in each iteration but the first.
 

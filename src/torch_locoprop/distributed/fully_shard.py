@@ -202,15 +202,6 @@ class Shards:
             return parts.flatten(0, 1)
         return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
 
-    def all_facts(self, fact: Any) -> list[Any]:
-        """Return the picklable object that each process gives, in the order of :meth:`all_inputs`."""
-        found = [fact]
-        for group in reversed(self._data_groups):
-            parts: list[Any] = [None] * distributed.get_world_size(group)
-            distributed.all_gather_object(parts, found, group=group)
-            found = [each for part in parts for each in part]
-        return found
-
     @property
     def _data_groups(self) -> list[Any]:
         return [self.mesh.get_group(i) for i in self.data]

@@ -96,17 +96,23 @@ class ConvMap:
 
     # ---- images of several processes ---------------------------------------------------------------
 
-    def packed(self, x: tuple[Images, ...]) -> tuple[list[tuple[Any, ...]], Tensor]:
-        """Return the shapes of all images, and their numbers as one vector."""
-        facts = [(tuple(each.x.shape), each.output_padding, each.size) for each in x]
-        return facts, torch.cat([each.x.reshape(-1) for each in x])
+    def packed(self, x: tuple[Images, ...]) -> tuple[Tensor, Tensor]:
+        """Return images as integers ``[calls, 2 + 3k]`` and their numbers as one vector.
 
-    def unpacked(self, facts: Sequence[tuple[Any, ...]], numbers: Tensor) -> tuple[Images, ...]:
-        """Return images from their shapes and numbers; the inverse of :meth:`packed`."""
-        parts = torch.split(numbers, [int(torch.Size(shape).numel()) for shape, *_ in facts])
+        The integers of a call are the shape of its images in k dimensions, the output padding, and the
+        size of the output.
+        """
+        sizes = [[*each.x.shape, *each.output_padding, *each.size] for each in x]
+        return torch.tensor(sizes, device=x[0].x.device), torch.cat([i.x.reshape(-1) for i in x])
+
+    def unpacked(self, sizes: Tensor, numbers: Tensor) -> tuple[Images, ...]:
+        """Return images from their integers and numbers; the inverse of :meth:`packed`."""
+        k = len(self.stride)
+        known = [tuple(call) for call in sizes.tolist()]
+        parts = torch.split(numbers, [int(torch.Size(call[: 2 + k]).numel()) for call in known])
         return tuple(
-            Images(part.reshape(shape), padding, size)
-            for part, (shape, padding, size) in zip(parts, facts, strict=True)
+            Images(part.reshape(call[: 2 + k]), call[2 + k : 2 + 2 * k], call[2 + 2 * k :])
+            for part, call in zip(parts, known, strict=True)
         )
 
     # ---- shapes ----------------------------------------------------------------------------------

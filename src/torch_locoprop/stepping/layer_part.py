@@ -165,7 +165,7 @@ class Part:
             return Inputs(x, row_reduction.row_weight(layer, of_each), exchanged)
         weight = self._row_weight(layer, facts, mean)
         if isinstance(linear_map, ConvMap):
-            x = self._all_images(linear_map, x)
+            x = self._all_images(linear_map, x, facts.processes)
         else:
             x = self.shards.all_inputs(x, facts.kept)
         return Inputs(x, weight, linear_map)
@@ -253,12 +253,13 @@ class Part:
             own = layer.like.new_full((layer.shard_facts.kept, 1), own)
         return self.shards.all_inputs(own, facts.kept)
 
-    def _all_images(self, linear_map: ConvMap, x: Any) -> Any:
+    def _all_images(self, linear_map: ConvMap, x: Any, processes: int) -> Any:
         """Return the images of all processes."""
-        known, numbers = linear_map.packed(x)
-        of_all = self.shards.all_facts((known, len(numbers)))
-        gathered = self.shards.all_inputs(numbers, [count for _, count in of_all])
-        return linear_map.unpacked([each for facts, _ in of_all for each in facts], gathered)
+        sizes, numbers = linear_map.packed(x)
+        counts = torch.tensor([[len(sizes), len(numbers)]], device=sizes.device)
+        of_each = self.shards.all_inputs(counts, [1] * processes).T.tolist()
+        sizes = self.shards.all_inputs(sizes, of_each[0])
+        return linear_map.unpacked(sizes, self.shards.all_inputs(numbers, of_each[1]))
 
 
 def _goes_through_gram(layer: LayerRecord, facts: SharedShardFacts, use: RowUse | None) -> bool:
