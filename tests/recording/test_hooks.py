@@ -379,8 +379,9 @@ def test_once_transfers_are_known_the_graph_is_the_users_own() -> None:
         opt = LocoProp(model, lr=1e-2, local_steps=3, output_transfer="linear")
         for seed in range(4):
             opt.zero_grad()
-            a = first(batch(2, 4, 6, seed=seed))
-            assert a._is_view() == (seed > 0)  # as PyTorch has it
+            x = batch(2, 4, 6, seed=seed)
+            a, own = first(x), F.linear(x, first.weight, first.bias)
+            assert a._is_view() == (seed > 0 and own._is_view())  # as PyTorch has it
             second(act(a)).square().sum().backward()
             opt.step()
         assert "relu" in opt.summary()
