@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -401,6 +402,20 @@ def test_placements_without_a_local_problem_are_named(alone: None) -> None:
     assert "its weight is sharded as (Shard(dim=1),), which has no local problem" in summary
     assert "its weight is a DTensor on a mesh of several dimensions, without fully_shard" in summary
     assert "its weight and bias are sharded in different ways" in summary
+
+
+def test_a_mesh_whose_data_dimensions_are_named_is_refused(alone: None) -> None:
+    if "dp_mesh_dims" not in inspect.signature(fully_shard).parameters:
+        pytest.skip("this torch has no dp_mesh_dims=")
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    mesh = distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("tensor", "data"))
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh())
+    weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(0), Replicate()])
+    model[0].weight = nn.Parameter(weight)
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
+    with pytest.raises(ValueError, match="fully_shard was applied with dp_mesh_dims="):
+        LocoProp(model)
 
 
 def test_inputs_that_are_divided_make_backprop_steps(alone: None) -> None:

@@ -7,8 +7,10 @@ rows of the mesh do the same.
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import processes
 import pytest
@@ -35,6 +37,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torch_locoprop import LocoProp
+from torch_locoprop.distributed import communication
+from torch_locoprop.distributed.communication import Traffic
+from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": DEFAULT,
@@ -51,7 +56,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 KINDS = (
     *("sequence", "sequence and sharded", "tensor", "tensor and sharded"),
-    "sequence and sharded, replicated",
+    *("sequence and sharded, replicated", "sequence and sharded, exchanging weights"),
 )
 SOME = ("default", "M", "S", "closed form"), KINDS[:2]  # settings and kinds for `make test`
 SAVED = ("default", "M")  # settings of the checkpoints
@@ -86,6 +91,11 @@ def _half(number: int) -> slice:
     return slice(number * BATCH // 2, (number + 1) * BATCH // 2)
 
 
+def _many_rows() -> AbstractContextManager[object]:
+    """Return a context in which it seems to take longer to gather input rows than weights."""
+    return patch.object(communication, "by_rows", return_value=Traffic(gathered_bytes=10**6))
+
+
 def _in_a_process(rank: int, folder: Path, names: tuple[str, ...], kinds: tuple[str, ...]) -> None:
     found = {}
     warnings.filterwarnings("error", message=".*drift apart.*")
@@ -94,8 +104,12 @@ def _in_a_process(rank: int, folder: Path, names: tuple[str, ...], kinds: tuple[
         for name in names:
             model = _divided(kind, mesh)
             opt = make_optimizer(model, SETTINGS[name])
-            _train(kind, mesh, model, opt, steps=BEFORE + AFTER)
-            assert opt.summary().count("locoprop") == 7  # all linear layers
+            with _many_rows() if "exchanging" in kind else nullcontext():
+                _train(kind, mesh, model, opt, steps=BEFORE + AFTER)
+                summary = opt.summary()
+            assert summary.count("locoprop") == 7  # all linear layers
+            if name == "M":
+                assert (EXCHANGES_WEIGHTS in summary) == ("exchanging" in kind)
             found[f"{name}: {kind}"] = whole_tensors(model)
         for name in _saved(names):
             found |= _saved_and_loaded(kind, name, folder)

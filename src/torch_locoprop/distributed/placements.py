@@ -31,34 +31,48 @@ from torch_locoprop.distributed.tensor_parallel import ColumnShards
 from torch_locoprop.layers.base import is_distributed
 
 
-def managed_modules(model: nn.Module) -> set[nn.Module]:
-    """Return all modules inside of modules to which ``fully_shard`` was applied."""
+def managed_modules(model: nn.Module) -> dict[nn.Module, str]:
+    """Return all modules inside of modules to which ``fully_shard`` was applied.
+
+    Each comes with the reason why its layers have no local problem; empty if they may have one.
+    """
     if not any(is_distributed(p) for p in model.parameters()):
-        return set()
+        return {}
     from torch.distributed.fsdp import FSDPModule
 
     roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {module for root in roots for module in root.modules()}
+    return {module: _obstacle(root) for root in roots for module in root.modules()}
 
 
-def shards_of(module: nn.Module, managed: bool) -> Shards | str | None:
+def _obstacle(root: Any) -> str:
+    """Return why layers in a module to which ``fully_shard`` was applied have no local problem."""
+    groups = getattr(root._get_fsdp_state(), "_fsdp_param_groups", ())  # none before such meshes
+    if any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups):
+        return "fully_shard was applied with dp_mesh_dims=: no placement tells its dimensions"
+    return ""
+
+
+def shards_of(module: nn.Module, managed: str | None) -> Shards | str | None:
     """Return the shards of a layer, or why it has no local problem; None if it is not sharded.
 
     Args:
         module: the layer.
-        managed: True if ``fully_shard`` was applied to the layer, or to a module around it.
+        managed: None if ``fully_shard`` was applied neither to the layer nor to a module around it;
+            otherwise what :func:`managed_modules` says about it.
     """
     own: dict[str, Any] = {n: p for n in NAMES if (p := module._parameters.get(n)) is not None}
     if not any(is_distributed(p) for p in own.values()):
         return None
     if not all(is_distributed(p) for p in own.values()):
         return "only one of its weight and bias is sharded"
+    if managed:
+        return managed
     weight, mesh = own["weight"], own["weight"].device_mesh
     if weight.device.type != mesh.device_type:  # CPUOffloadPolicy
         return f"its weight is on {weight.device}, its mesh has {mesh.device_type}s"
-    if not managed and mesh.ndim > 1:
+    if managed is None and mesh.ndim > 1:
         return "its weight is a DTensor on a mesh of several dimensions, without fully_shard"
-    data = _data_dimensions(weight.placements) if managed else 0
+    data = 0 if managed is None else _data_dimensions(weight.placements)
     if data is None or not _are_served(weight, data):
         return f"its weight is sharded as {weight.placements}, which has no local problem"
     by_columns = any(_dimension(each) == 1 for each in weight.placements)

@@ -61,7 +61,7 @@ def scan(
         own = tuple(module.parameters(recurse=False))
         kind = layer_kind(module) if isinstance(module, kinds) else None
         reason = kind.refuses(module) if kind else _no_kind(module)
-        shards = None if kind is None or reason else shards_of(module, module in managed)
+        shards = None if kind is None or reason else shards_of(module, managed.get(module))
         if isinstance(shards, str):
             reason, shards = shards, None
         ours = [p for p in own if p in given]
