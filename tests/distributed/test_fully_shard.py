@@ -38,6 +38,7 @@ from torch_locoprop.stepping import divided_polar
 from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, WHOLE
 
 # Cases on a mesh that replicates the shards (HSDP).
+VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 REPLICATED = ("M", "S", "default", "softmax", "uneven", "uneven, convolution", "gate and cap")
 
 # Cases in which dense layers exchange weights in each iteration, whatever that costs.
@@ -110,8 +111,10 @@ def _check(case: Case, found: list[tuple[list[Tensor], list[Tensor], str]]) -> N
     start = [p.detach().clone() for p in model.parameters()]
     opt = train(case, model)
     tensors, replicated, summary = found[0]
+    # PyTorch 2.9 rounds the factor of sharded gradients to float32.
+    close = 1e-6 if case.order == "clipped" and VERSION < (2, 10) else 1e-10
     for p, several, before in zip(model.parameters(), tensors, start, strict=True):
-        torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
+        torch.testing.assert_close(several, p.detach(), rtol=0, atol=close)
         assert not p.requires_grad or not torch.equal(p, before)
     assert summary.count("locoprop") == opt.summary().count("locoprop") > 0
     for of_others in found[1:]:

@@ -86,6 +86,7 @@ def _save_and_load(rank: int, folder: Path, names: tuple[str, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by PyTorch 2.9 itself
 @pytest.mark.parametrize(
     "names", [NAMES, pytest.param(MORE, marks=pytest.mark.distributed)], ids=["some", "more"]
 )

@@ -39,11 +39,19 @@ def transfer_of_first(between: Callable[[Tensor], Tensor], *shape: int) -> objec
 
 NAMED = [name for name in ACTIVATIONS if name != "step"]
 
+# Up to PyTorch 2.9, nothing tells whether reading softsign's constant would run a hook.
+HOOKS_ARE_SEEN = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
+
+
+def found_here(transfer: transfers.Transfer) -> transfers.Transfer | None:
+    """Return a transfer if this version of PyTorch tells enough to find it."""
+    return transfer if HOOKS_ARE_SEEN or transfer != transfers.Softsign() else None
+
 
 @pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4)])
 @pytest.mark.parametrize("name", NAMED)
 def test_every_transfer_is_found(name: str, shape: tuple[int, ...]) -> None:
-    assert transfer_of_first(ACTIVATIONS[name], *shape) == transfers.get(name)
+    assert transfer_of_first(ACTIVATIONS[name], *shape) == found_here(transfers.get(name))
 
 
 IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
@@ -87,7 +95,7 @@ def test_transfers_in_place_are_found(name: str) -> None:
 def test_parameters_of_transfers(
     function: Callable[[Tensor], Tensor], expected: transfers.Transfer
 ) -> None:
-    assert transfer_of_first(function) == expected
+    assert transfer_of_first(function) == found_here(expected)
 
 
 @pytest.mark.parametrize(
