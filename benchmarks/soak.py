@@ -252,9 +252,10 @@ def main(arguments: list[str] | None = None) -> None:
             checks[f"steps of {name}"] = partial(steps_without_growth, each, own)
     if given.optimizers:
         checks["optimizers"] = partial(optimizers_dropped, given.optimizers)
-    if given.kills:
-        often = given.kills, given.seed
+    often = given.kills, given.seed
+    if given.kills and given.epochs:
         checks["training"] = partial(survive_kills, train, given.epochs, run_bits, *often)
+    if given.kills and given.trials:
         checks["search"] = partial(survive_kills, tune, given.trials, search_bits, *often)
     for name, check in checks.items():
         began = time.monotonic()

@@ -100,6 +100,10 @@ def in_stages(rank: int, folder: Path, expected: Expected) -> None:
                 del stage, schedule  # else the next case would find it
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="PyTorch 2.9 aborts with any optimizer when a process makes a second stage",
+)
 def test_two_stages_are_one_process(tmp_path: Path, expected: Expected) -> None:
     run(in_stages, 2, tmp_path, expected)
 
