@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from sharded_cases import CASES, Case, batch_bounds, network, sharded, train, whole_tensors
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -20,6 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh
 
 from torch_locoprop import LocoProp
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.solvers.base import Solver, States
 
 NAMES = ("default", "M", "spectral in blocks", "outer", "softmax", "grouped convolution")
 MORE = (
@@ -134,6 +139,77 @@ def test_a_state_that_was_asked_for_too_early_has_no_effect(name: str) -> None:
     ]
     assert len(pairs) > 4
     assert all(torch.equal(p, q) for p, q in pairs)
+
+
+class Functional(nn.Sequential):
+    """A model that uses its second layer by the weight alone, so that rows are never recorded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self[0](x)) @ self[1].weight.T + self[1].bias
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:Layer '1' has a gradient")
+def test_a_layer_without_rows_needs_a_partial_load(tmp_path: Path) -> None:
+    """It has fewer entries than a layer with rows; those that are missing have no effect."""
+    case = CASES["default"]
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return Functional(nn.Linear(6, 8), nn.Linear(8, 6)).double()
+
+    model, other = made(), made()
+    opt = train(case, model, steps=BEFORE)
+    dcp.save(_state(model, opt), checkpoint_id=tmp_path / "saved", no_dist=True)
+    with pytest.raises(CheckpointException, match="Missing key"):
+        _loaded(case, made(), tmp_path / "saved", no_dist=True)
+    partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
+    loaded = _loaded(case, other, tmp_path / "saved", no_dist=True, planner=partial)
+    train(case, model, steps=AFTER, opt=opt, skip=BEFORE)
+    train(case, other, steps=AFTER, opt=loaded, skip=BEFORE)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=0, atol=1e-12)
+
+
+class Averaging(Solver):
+    """A solver of the user's that moves along an average of the gradients."""
+
+    name = "averaging"
+
+    def solve(
+        self, problem: LocalProblem, states: States, numbers: Any, *iterations: Any
+    ) -> tuple[Tensors, States]:
+        averages = {
+            name: gradient + 0.9 * states[name].get("average", torch.zeros_like(gradient))
+            for name, gradient in problem.first_gradient.items()
+        }
+        new = {name: tensor - 0.1 * averages[name] for name, tensor in problem.start.items()}
+        return new, {name: {"average": average} for name, average in averages.items()}
+
+
+class Named(Averaging):
+    """The same, and it names the entries of its state."""
+
+    def empty_states(self, start: Tensors, bent: bool, **structure: Any) -> States:
+        return {name: {"average": torch.zeros_like(tensor)} for name, tensor in start.items()}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_state_that_tools_cannot_know_is_told(tmp_path: Path) -> None:
+    for solver in (Averaging(), Named()):
+        case = Case({"variant": "locoprop-s", "solver": solver}, "smooth")
+        model, other = network(case.model), network(case.model)
+        opt = train(case, model, steps=BEFORE)
+        at = tmp_path / type(solver).__name__
+        dcp.save(_state(model, opt), checkpoint_id=at, no_dist=True)
+        told = "will not load any of a checkpoint" if type(solver) is Averaging else None
+        with pytest.warns(UserWarning, match=told) if told else nullcontext():
+            loaded = _loaded(case, other, at, no_dist=True)
+        assert any(map(bool, loaded.state.values())) == (told is None)
+        train(case, model, steps=AFTER, opt=opt, skip=BEFORE)
+        train(case, other, steps=AFTER, opt=loaded, skip=BEFORE)
+        same = all(map(torch.equal, model.parameters(), other.parameters()))
+        assert same == (told is None)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *MORE])

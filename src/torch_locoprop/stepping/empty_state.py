@@ -14,6 +14,7 @@ from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.paper.gram import FULL
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.solvers.base import Solver
 from torch_locoprop.stepping.layer_part import part_of
 from torch_locoprop.stepping.method import Method
 
@@ -46,6 +47,11 @@ def empty_states(
         states[owner]["fisher"] = start[owner].new_zeros(*_leading(start, owner), d, d)
     stored = states if part is None else {name: part.stored(own) for name, own in states.items()}
     return {trained[name]: own for name, own in stored.items()}
+
+
+def hides_state(solver: Solver) -> bool:
+    """Return True if a solver does not say which entries its states have, and may have some."""
+    return type(solver).empty_states is Solver.empty_states and not solver.stateless
 
 
 def _leading(start: Tensors, owner: str) -> tuple[int, ...]:

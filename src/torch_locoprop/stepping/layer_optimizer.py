@@ -43,7 +43,7 @@ from torch_locoprop.recording.transfer_assignment import (
 )
 from torch_locoprop.stepping import first_step
 from torch_locoprop.stepping.build_problem import count_loss_terms
-from torch_locoprop.stepping.empty_state import empty_states
+from torch_locoprop.stepping.empty_state import empty_states, hides_state
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
@@ -304,8 +304,11 @@ class LayerOptimizer(WithFallback, Joins):
     def _make_empty_states(self, trained: Trained) -> None:
         """Give all layers states without content, for tools that load saved states into them."""
         for layer, own in trained.items():
-            for p, state in empty_states(layer, own, self._plan.method(layer)).items():
+            method = self._plan.method(layer)
+            for p, state in empty_states(layer, own, method).items():
                 self.state[p] = state
+            if hides_state(method.solver):
+                self._notices.hidden_state(method.solver.name)
         for group in self._local_groups():
             group["state_of"] = EMPTY
 

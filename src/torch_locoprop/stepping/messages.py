@@ -44,6 +44,16 @@ class Notices:
             "torch.autograd.grad(..., create_graph=True) computes is recorded.",
         )
 
+    def hidden_state(self, solver: str) -> None:
+        """Warn that tools for checkpoints do not know the state of a solver of the user's."""
+        self.once(
+            "hidden state",
+            f"A tool such as torch.distributed.checkpoint asks for the state of solver {solver!r} "
+            "before its first step, and will not load any of a checkpoint: the solver has no method "
+            "empty_states that names the entries. Add it, or set stateless = True in the class if the "
+            "solver keeps nothing between steps.",
+        )
+
     def not_called(self, layer: str) -> None:
         """Warn that a layer has a gradient although its forward was not called."""
         self.once(
