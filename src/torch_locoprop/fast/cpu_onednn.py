@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fast.eligibility import transfer_of
-from torch_locoprop.paper.gram import FULL, Gram
+from torch_locoprop.paper.gram import Gram
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh, Transfer
@@ -75,7 +75,7 @@ def fits(problem: LocalProblem) -> bool:
     It is faster if a matrix product has :data:`LARGE` multiplications.
     """
     weight, x = problem.start.get("weight"), problem.x
-    if SWITCHED_OFF or weight is None or weight.dim() != 2 or problem.structure != FULL:
+    if SWITCHED_OFF or weight is None or weight.dim() != 2 or problem.structure is not None:
         return False
     if transfer_of(problem) not in TRANSFERS or problem.fixed or problem.base:
         return False

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import FULL, Gram, GramOf, RowProducts, Structure, saves_work
+from torch_locoprop.paper.gram import Gram, GramOf, RowProducts, Structure, saves_work
 from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
@@ -127,7 +127,7 @@ class LocalProblem:
     others: OtherRows | None = None  # the rows of the problem that other processes have
     outputs: OtherOutputs | None = None  # the outputs of the layer that other processes have
     gram_of: GramOf = Gram.of  # computes XᵀX of rows
-    structure: Structure = FULL  # which entries of [X 1]ᵀ[X 1] the problem takes
+    structure: Structure | None = None  # which entries of [X 1]ᵀ[X 1] there are; None: all
     number: int = 0  # number of problems that the layer has had before this one
 
     @_computed_once

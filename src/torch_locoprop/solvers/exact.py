@@ -96,7 +96,8 @@ class Exact(Solver):
     ) -> tuple[Tensor, Tensors]:
         """Return Δ and the new state, which keeps the running C and its factorization."""
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
-        if not all(problem.structure.fits(each, gradient.shape[-1]) for each in known):
+        structure = problem.structure or FULL
+        if not all(structure.fits(each, gradient.shape[-1]) for each in known):
             state = {}  # the bias was frozen or unfrozen, or another structure was set
         renew = self._renews(problem.number) or _factors(h) not in state
         gram = state.get("gram")
@@ -105,7 +106,7 @@ class Exact(Solver):
         kept: Tensors = {}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram
-        if problem.structure != FULL:
+        if problem.structure is not None:
             return self._in_structure(gradient, gram if renew else None, state, kept, eta)
         if h is None:
             if gram is not None and renew:
@@ -219,7 +220,7 @@ def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta
 def _on_gram(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
     """Return Δ computed from C in float64, when the rows are condensed or on other processes."""
     dtype, gradient, gram = gradient.dtype, gradient.double(), problem.square(torch.float64)
-    if problem.structure != FULL:
+    if problem.structure is not None:
         curvature = StructuredGram.beside(gradient, gram, may_be_padded=True)
         return (-eta * curvature.solve(gradient, gradient.new_ones(()), eta)).to(dtype)
     if h is None:

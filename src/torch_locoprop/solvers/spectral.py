@@ -181,7 +181,7 @@ class Spectral(Solver):
         ones = (*gradient.shape[:-2], 1, 1)
         start = torch.zeros(ones, dtype=torch.float32, device=gradient.device)
         state = {**state, "step": state.get("step", start) + 1}
-        columns, structure = gradient.shape[-1], problem.structure
+        columns, structure = gradient.shape[-1], problem.structure or FULL
         if not self._has_use_of_rows(problem.number, state, columns, structure):
             return state
         entries = self._square(problem, gradient)

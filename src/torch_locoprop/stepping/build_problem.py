@@ -124,7 +124,7 @@ def local_problem(
         others=exchange,
         outputs=None if part is None else part.outputs,
         gram_of=dispatch.gram,
-        structure=FULL if use is None else use.structure,
+        structure=None if use is None or use.structure == FULL else use.structure,
         number=problems_before(group),
     )
 

@@ -31,7 +31,7 @@ from torch_locoprop.fast.triton.matrix_products import (
     unit,
 )
 from torch_locoprop.fast.triton.rmsprop import TensorAndState
-from torch_locoprop.paper.gram import FULL, Gram, full_products
+from torch_locoprop.paper.gram import Gram, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Number, Tensors
 from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Tanh
@@ -67,7 +67,7 @@ def fits(problem: LocalProblem, states: dict[str, Tensors], numbers: dict[str, N
         return False
     if transfer_of(problem) not in TRANSFERS or not _are_equal(numbers):
         return False
-    if problem.structure != FULL:
+    if problem.structure is not None:
         return False
     x = problem.x.square if isinstance(problem.x, Gram) else problem.x
     if isinstance(problem.x, Gram) and isinstance(problem.x.rows, Tensor):
