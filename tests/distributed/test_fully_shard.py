@@ -37,8 +37,9 @@ from torch_locoprop.distributed import communication
 from torch_locoprop.stepping import divided_polar
 from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, WHOLE
 
-# Cases on a mesh that replicates the shards (HSDP).
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+# Cases on a mesh that replicates the shards (HSDP).
 REPLICATED = ("M", "S", "default", "softmax", "uneven", "uneven, convolution", "gate and cap")
 
 # Cases in which dense layers exchange weights in each iteration, whatever that costs.
@@ -362,7 +363,9 @@ def test_offloaded_weights_are_named_and_trained_by_the_fallback(
     fully_shard(model[0], mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     fully_shard(model)
     with monkeypatch.context() as pretended:  # there are no GPUs here
-        pretended.setattr(model[0].weight.device_mesh, "_device_type", "cuda")
+        mesh = model[0].weight.device_mesh
+        kind = "_device_type" if hasattr(mesh, "_device_type") else "device_type"  # PyTorch 2.9
+        pretended.setattr(mesh, kind, "cuda")
         opt = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1))
     x, before = torch.rand(5, 6), whole_tensors(model)
     model(x).square().mean().backward()

@@ -149,6 +149,7 @@ class Functional(nn.Sequential):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by PyTorch 2.9 itself
 @pytest.mark.filterwarnings("ignore:Layer '1' has a gradient")
 def test_a_layer_without_rows_needs_a_partial_load(tmp_path: Path) -> None:
     """It has fewer entries than a layer with rows; those that are missing have no effect."""
@@ -195,6 +196,7 @@ class Named(Averaging):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by PyTorch 2.9 itself
 def test_a_state_that_tools_cannot_know_is_told(tmp_path: Path) -> None:
     for solver in (Averaging(), Named()):
         case = Case({"variant": "locoprop-s", "solver": solver}, "smooth")

@@ -17,7 +17,10 @@ from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # by PyTorch 2.9 itself
+]
 
 
 def network(seed: int) -> nn.Sequential:
