@@ -21,7 +21,7 @@ from traffic import Counted
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.solvers import Exact, Spectral
-from torch_locoprop.stepping import divided_polar
+from torch_locoprop.stepping import divided_outputs, divided_polar
 
 STEPS, ROWS = 3, 24
 
@@ -34,7 +34,7 @@ class Case:
     convolution: bool = False
     passes: int = 1
     order: str = ""  # of what is done
-    matrices: int = 0  # of each process in a round of spectral steps; 0 divides no small matrices
+    matrices: int = 0  # of each process in a round of spectral steps; 0 divides no small layers
 
 
 def outer(params: list[nn.Parameter]) -> Optimizer:
@@ -77,6 +77,16 @@ CASES = {
     "general, divided, in rounds": Case(
         {"preset": "general", "solver": Spectral(agreement=0.5)}, matrices=1
     ),
+    "S, divided": Case({"variant": "locoprop-s"}, matrices=4),
+    "S, divided, means": Case({"variant": "locoprop-s", "local_reduction": "mean"}, matrices=4),
+    "S, divided, guards": Case(
+        {"variant": "locoprop-s", "gate": True, "cap": 1e-4, "regularizer": "l2"}, matrices=4
+    ),
+    "M, divided": Case({"local_steps": 20}),
+    "M, divided, means": Case({"local_steps": 20, "local_reduction": "mean", "momentum": 0.0}),
+    "M, divided, guards": Case({"local_steps": 20, "gate": True, "cap": 1e-4}),
+    "M, divided, outer": Case({"local_steps": 20, "apply": "gradient", "outer": outer}),
+    "M, divided, measured": Case({"local_steps": 20, "diagnose": True, "weight_decay": 0.1}),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
     "outer optimizer": Case({"apply": "gradient", "outer": outer}),
@@ -94,6 +104,7 @@ CASES = {
     ),
     "uneven": Case(order=UNEVEN),
     "uneven, S": Case({"variant": "locoprop-s"}, order=UNEVEN),
+    "uneven, S, divided": Case({"variant": "locoprop-s"}, order=UNEVEN, matrices=4),
     "uneven, convolution of S": Case({"variant": "locoprop-s"}, convolution=True, order=UNEVEN),
     "uneven, closed form": Case({"variant": "locoprop-s", "solver": "exact"}, order=UNEVEN),
     "uneven, running closed form": Case(
@@ -107,6 +118,9 @@ CASES = {
     "uneven, some rows": Case({"max_rows": 6}, order=UNEVEN),
     "uneven, some rows of S": Case(
         {"variant": "locoprop-s", "max_rows": 12, "gate": True}, order=UNEVEN
+    ),
+    "uneven, some rows of S, divided": Case(
+        {"variant": "locoprop-s", "max_rows": 12, "gate": True}, order=UNEVEN, matrices=4
     ),
     "no rows in one": Case(order="nothing"),
     "a layer of one": Case(order="branch"),
@@ -222,7 +236,8 @@ def _in_a_process(rank: int, folder: str) -> None:
         if isinstance(model, Branched):
             model.used = rank == 0
         sizes = {"MATRICES": case.matrices or 4, "PAYS_FROM": 1 if case.matrices else 64}
-        with warnings.catch_warnings(), patch.multiple(divided_polar, **sizes):
+        of_iterations = patch.object(divided_outputs, "PAYS_FROM", sizes["PAYS_FROM"])
+        with warnings.catch_warnings(), patch.multiple(divided_polar, **sizes), of_iterations:
             warnings.filterwarnings("error", message=".*drift apart.*")
             wrapped = DistributedDataParallel(model, find_unused_parameters=case.order == "branch")
             found[name] = trained(case, wrapped, model, part)
@@ -253,6 +268,32 @@ def count_collectives() -> None:
         for _, columns in shapes if step < 11 else []:
             expected = expected.plus(communication.square_in_ddp(columns, 8))
         assert counted.traffic() == expected, step
+    for variant, local_steps in (("locoprop-s", 4), ("locoprop-m", 2), ("locoprop-m", 20)):
+        expected = communication.of_all_layers_in_ddp(3)
+        for d, n in ((6, 5), (5, 8), (8, 6)):
+            rows = communication.rows_in_ddp(5, n, 2, 8)
+            whole = communication.outputs_in_ddp(d, n + 1, 2, 2, 8)
+            if variant == "locoprop-s":
+                expected = expected.plus(communication.gram_in_ddp(n, 8)).plus(whole)
+            elif local_steps == 20:
+                expected = expected.plus(rows).plus(whole)
+            else:
+                expected = expected.plus(communication.by_iterations_in_ddp(d, n, True, 2, 8))
+        assert _counted(variant, local_steps) == expected, (variant, local_steps)
+
+
+def _counted(variant: str, local_steps: int) -> communication.Traffic:
+    """Return the collectives of a step of LocoProp-S, always divided, or of LocoProp-M."""
+    model = network(Case())
+    wrapped = DistributedDataParallel(model)
+    opt = LocoProp(model, variant=variant, local_steps=local_steps, output_transfer="sigmoid")
+    for _ in range(2):
+        opt.zero_grad()
+        wrapped(torch.rand(5, 6).double()).square().sum().backward()
+        with patch.object(divided_outputs, "PAYS_FROM", 1), Counted() as counted:
+            opt.step()
+    assert ("solves some of its outputs" in opt.summary()) == (local_steps > 2)
+    return counted.traffic()
 
 
 @pytest.fixture(scope="module")
@@ -304,6 +345,14 @@ def test_they_are_one_process_with_the_whole_batch(
         )
         torch.testing.assert_close(half - start, whole - start, **near)
         assert not torch.equal(whole, start)
+
+
+@pytest.mark.parametrize("name", ["uneven, S", "uneven, some rows of S", "uneven, general"])
+def test_divided_work_is_the_same_for_uneven_rows(
+    name: str, in_two: list[dict[str, list[Tensor]]]
+) -> None:
+    for one, other in zip(in_two[0][name], in_two[0][f"{name}, divided"], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", LOCAL)

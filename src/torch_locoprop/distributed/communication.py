@@ -23,7 +23,7 @@ from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar_operations
 
 FACTS = 6  # numbers that a process tells about a sharded layer
-DDP_FACTS = 5  # numbers that a process of DDP tells about a layer
+DDP_FACTS = 6  # numbers that a process of DDP tells about a layer
 
 
 class Traffic(NamedTuple):
@@ -210,6 +210,44 @@ def of_all_layers_in_ddp(layers: int) -> Traffic:
 def square_in_ddp(columns: int, itemsize: int) -> Traffic:
     """Return a closed form or a spectral step that renews C: C of all rows, ``[columns, columns]``."""
     return Traffic(reductions=1, reduced_bytes=columns * columns * itemsize)
+
+
+def gram_in_ddp(n: int, itemsize: int) -> Traffic:
+    """Return LocoProp-S through XᵀX: XᵀX, 1ᵀX and the number of rows."""
+    return Traffic(reductions=3, reduced_bytes=(n * n + n + 1) * itemsize)
+
+
+def by_iterations_in_ddp(d: int, n: int, bias: bool, local_steps: int, itemsize: int) -> Traffic:
+    """Return LocoProp-M with rows that stay where they are: a gradient for each iteration but one."""
+    later = local_steps - 1
+    size = d * (n + bias) * itemsize
+    return Traffic(reductions=later * (1 + bias), reduced_bytes=later * size)
+
+
+def rows_in_ddp(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
+    """Return the input rows of all processes, for outputs that are divided among these.
+
+    Args:
+        rows: r, the rows of each process.
+        n: input features.
+        processes: P.
+        itemsize: bytes of a number.
+    """
+    return Traffic(gathers=1, gathered_bytes=processes * rows * n * itemsize)
+
+
+def outputs_in_ddp(d: int, columns: int, entries: int, processes: int, itemsize: int) -> Traffic:
+    """Return the solution of outputs that were divided among the processes, with the solver's state.
+
+    Args:
+        d: outputs.
+        columns: columns of ``[W b]``.
+        entries: tensors of the state for each of weight and bias.
+        processes: P.
+        itemsize: bytes of a number.
+    """
+    rows = processes * -(-d // processes)  # each process sends as many as the one with most
+    return Traffic(gathers=1, gathered_bytes=rows * columns * (1 + entries) * itemsize)
 
 
 def polar_factors_in_ddp(

@@ -20,11 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop.distributed.live_objects import instances
 
+_SOME_DROPPED = -(2**50)  # in place of a squared number of rows, with which no sum is a square
+
 
 class LayerFacts(NamedTuple):
     """What one process knows about a layer in this step."""
 
     rows: int  # number of rows
+    kept: int  # number of rows that were kept
     has_rows: bool  # rows, or XᵀX, were recorded
     has_gram: bool  # XᵀX was kept in place of rows
     role: str  # transfer and place in the model; must be the same in all processes
@@ -41,6 +44,7 @@ class SharedFacts:
     active: int  # number of processes that have a batch in this step
     divisor: int  # by which DDP divides sums of gradients over the processes
     has_joined: bool  # this process has run out of batches, inside of Join
+    equal_rows: bool  # all processes have the same number of rows and have kept all of them
 
     @property
     def processes(self) -> int:
@@ -180,17 +184,20 @@ def agree(
     members = (int(active), world if by_all else int(active), terms is None)
     found = []
     for i in range(len(layers)):
-        rows, with_rows, with_gram, roles, squares = of_layers[5 * i : 5 * i + 5]
+        rows, with_rows, with_gram, roles, squares, of_rows = of_layers[6 * i : 6 * i + 6]
         equal_roles = world * squares == roles**2  # by the Cauchy–Schwarz inequality
         all_have_rows = equal_roles and with_rows == world
-        found.append(SharedFacts(group, int(rows), all_have_rows, with_gram > 0, *members))
+        equal_rows = world * of_rows == rows**2
+        facts = (int(rows), all_have_rows, with_gram > 0, *members, equal_rows)
+        found.append(SharedFacts(group, *facts))
     return found, total / active
 
 
 def _numbers(layer: LayerFacts) -> tuple[int, ...]:
     """Return the facts as numbers whose sums over processes are enough for :func:`agree`."""
     role = zlib.crc32(layer.role.encode()) % 9973
-    return layer.rows, layer.has_rows, layer.has_gram, role, role**2
+    of_rows = layer.rows**2 if layer.kept == layer.rows else _SOME_DROPPED
+    return layer.rows, layer.has_rows, layer.has_gram, role, role**2, of_rows
 
 
 def share_gradients(

@@ -94,6 +94,7 @@ class LayerRecord:
     shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
     sharded: ShardedGradients = field(default_factory=ShardedGradients)  # of a layer with shards
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
+    division: str = ""  # how processes under DDP divided the work of the last step, for reports
     empty_call: Call | None = None  # a call without rows, for steps after the last batch
     first_step: Any = None  # what the first step did, of stepping/first_step.py
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
@@ -158,7 +159,18 @@ class LayerRecord:
         name = None if self.transfer is None else self.transfer.name
         # A process without a batch can take part where it has had batches before.
         has_rows = self.has_rows or (self.is_joined and not self.obstacle)
-        return LayerFacts(self.row_count, has_rows, self.has_gram, f"{name} {self.is_output}")
+        role = f"{name} {self.is_output}"
+        return LayerFacts(self.row_count, self.kept_rows, has_rows, self.has_gram, role)
+
+    @property
+    def kept_rows(self) -> int:
+        """The number of rows of all calls that were kept."""
+        return sum(
+            self.rows_of(call) // max(self.samples_of(call), 1) * len(call.kept)
+            if call.kept is not None
+            else self.rows_of(call)
+            for call in self.calls
+        )
 
     @property
     def is_joined(self) -> bool:
@@ -168,15 +180,9 @@ class LayerRecord:
     @property
     def shard_facts(self) -> ShardFacts:
         """What this process tells the others about a sharded layer."""
-        kept = sum(
-            self.rows_of(call) // max(self.samples_of(call), 1) * len(call.kept)
-            if call.kept is not None
-            else self.rows_of(call)
-            for call in self.calls
-        )
         begins = self.sharded.begins if self.with_gradient else NO_GRADIENT
         rows, role = self.row_count, self.facts.role
-        return ShardFacts(begins, rows, kept, self.has_rows, self.has_gram, role)
+        return ShardFacts(begins, rows, self.kept_rows, self.has_rows, self.has_gram, role)
 
     @property
     def like(self) -> Tensor:

@@ -81,6 +81,7 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, group: Group, in_model: bool)
         note = "no backward pass has reached it yet" if group["steps"] else DETECTED_LATER
         if layer.shared_facts is not None and layer.shared_facts.rows > 0:
             note = "only rows of other processes have reached it: it takes BackProp steps"
+    note = note or layer.division
     part = part_of(layer, plan.method)
     if part is not None:
         note = note or part.note(layer, plan.method, group)

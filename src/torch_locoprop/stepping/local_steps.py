@@ -19,7 +19,7 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
 from torch_locoprop.solvers.base import Checked, States
-from torch_locoprop.stepping import divided_polar, first_step
+from torch_locoprop.stepping import divided_outputs, divided_polar, first_step
 from torch_locoprop.stepping.build_problem import (
     Posed,
     local_problem,
@@ -167,14 +167,15 @@ class LocalSteps:
 
     def _solve_posed(self, posed: Posed) -> Directions:
         """Solve a problem and apply the solution."""
-        new, states = dispatch.solve(
-            posed.method.solver,
-            posed.problem,
-            posed.states,
-            posed.numbers,
-            posed.method.local_steps,
-            self.plan.group(posed.layer)["local_decay"],
-        )
+        solver, local_steps = posed.method.solver, posed.method.local_steps
+        local_decay = self.plan.group(posed.layer)["local_decay"]
+        divided = posed.problem.others is not None and divided_outputs.is_divided(posed)
+        posed.layer.division = divided_outputs.DIVIDED if divided else ""
+        if divided:
+            new, states = divided_outputs.solved(posed, local_decay)
+        else:
+            given = posed.problem, posed.states, posed.numbers
+            new, states = dispatch.solve(solver, *given, local_steps, local_decay)
         return self._apply_solution(posed, new, states)
 
     def _apply_solution(self, posed: Posed, new: Tensors, states: States) -> Directions:
