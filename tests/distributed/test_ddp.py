@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
+import processes
 import pytest
 import torch
 from torch import Tensor, nn
@@ -353,6 +354,42 @@ def test_divided_work_is_the_same_for_uneven_rows(
 ) -> None:
     for one, other in zip(in_two[0][name], in_two[0][f"{name}, divided"], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+OF_THREE = (
+    "S, divided",
+    "S, divided, means",
+    "M, divided",
+    "M, divided, means",
+    "general, divided",
+)
+
+
+def _in_three(rank: int, folder: Path) -> None:
+    found = {}
+    for name in OF_THREE:
+        model = network(CASES[name])
+        part = slice(rank * ROWS // 3, (rank + 1) * ROWS // 3)
+        with (
+            patch.object(divided_polar, "PAYS_FROM", 1),
+            patch.object(divided_outputs, "PAYS_FROM", 1),
+        ):
+            found[name] = trained(CASES[name], DistributedDataParallel(model), model, part)
+    torch.save(found, folder / f"{rank}.pt")
+
+
+@pytest.mark.distributed
+def test_three_processes_divide_outputs_unevenly(tmp_path: Path) -> None:
+    """Eight, five and six outputs, of which the last process has fewer."""
+    processes.run(_in_three, 3, tmp_path)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(3)]
+    for name in OF_THREE:
+        model = network(CASES[name])
+        one = trained(CASES[name], model, model, slice(None))
+        for whole, *parts in zip(one, *(each[name] for each in found), strict=True):
+            torch.testing.assert_close(parts[0], whole, rtol=0, atol=1e-10)
+            assert torch.equal(parts[0], parts[1])
+            assert torch.equal(parts[0], parts[2])
 
 
 @pytest.mark.parametrize("name", LOCAL)
