@@ -420,7 +420,7 @@ def test_a_mesh_whose_data_dimensions_are_named_is_refused(alone: None) -> None:
     weight = distribute_tensor(model[0].weight.detach(), mesh, [Shard(0), Replicate()])
     model[0].weight = nn.Parameter(weight)
     fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="data"))
-    with pytest.raises(ValueError, match="fully_shard was applied with dp_mesh_dims="):
+    with pytest.raises(ValueError, match="fully_shard was applied to it with dp_mesh_dims="):
         LocoProp(model)
 
 

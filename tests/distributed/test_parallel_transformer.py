@@ -35,6 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
@@ -57,6 +59,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 KINDS = (
     *("sequence", "sequence and sharded", "tensor", "tensor and sharded"),
     *("sequence and sharded, replicated", "sequence and sharded, exchanging weights"),
+    "sequence and sharded by replicate()",  # of FSDP2: each process has all that it would have alone
 )
 SOME = ("default", "M", "S", "closed form"), KINDS[:2]  # settings and kinds for `make test`
 SAVED = ("default", "M")  # settings of the checkpoints
@@ -72,6 +75,13 @@ def _divided(kind: str, mesh: DeviceMesh) -> Transformer:
     """Return the model, divided among the processes of a mesh."""
     model = parallel(transformer(), mesh["tensor"], sequence="sequence" in kind)
     if "sharded" not in kind:
+        return model
+    if "replicate()" in kind:
+        replicate = pytest.importorskip(
+            "torch.distributed._composable.replicate_with_fsdp"
+        ).replicate
+        for module in (model.block, model):
+            replicate(module, mesh=mesh["data"])
         return model
     return sharded(model, mesh["replicas", "data"] if "replicated" in kind else mesh["data"])
 
@@ -115,7 +125,25 @@ def _in_a_process(rank: int, folder: Path, names: tuple[str, ...], kinds: tuple[
             found |= _saved_and_loaded(kind, name, folder)
     if rank == 0:
         torch.save(found, folder / "found.pt")
+    _check_layers_without_a_local_problem(rank)
     _check_replicas_that_drift(rank)
+
+
+def _check_layers_without_a_local_problem(rank: int) -> None:
+    """Let ``fully_shard`` divide columns: the fallback trains all layers but the head."""
+    mesh = _mesh("sharded")
+    model = parallel(transformer(), mesh["tensor"], sequence=True)
+    fully_shard(
+        model.block, mesh=mesh["data"], shard_placement_fn=lambda p: Shard(int(p.dim() == 2))
+    )
+    fully_shard(model, mesh=mesh["data"])
+    opt, one = make_optimizer(model, M), transformer()
+    assert opt.summary().count("which has no local problem") == 6
+    _train("sharded", mesh, model, opt, steps=3)
+    _train("alone", mesh, one, make_optimizer(one, {**M, "layers": ["head"]}), steps=3)
+    found = whole_tensors(model)
+    for name, p in one.named_parameters():
+        torch.testing.assert_close(found[name], p.detach(), rtol=0, atol=1e-10)
 
 
 def _check_replicas_that_drift(rank: int) -> None:

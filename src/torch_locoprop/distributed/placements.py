@@ -15,13 +15,14 @@ placements                  of                      each process has
 ==========================  ======================  ====================================
 
 ``fully_shard`` over tensor parallelism has the dimensions of ``fully_shard`` first. ``_S(0)`` is a
-placement for rows that tensor parallelism has divided before. A bias is placed as the weight, and
-replicated where the weight's columns are divided.
+placement for rows that tensor parallelism has divided before. Where ``fully_shard`` divides rows, the
+``replicate`` that is built on it has ``R``. A bias is placed as the weight, and replicated where the
+weight's columns are divided.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -31,49 +32,48 @@ from torch_locoprop.distributed.tensor_parallel import ColumnShards
 from torch_locoprop.layers.base import is_distributed
 
 
-def managed_modules(model: nn.Module) -> dict[nn.Module, str]:
-    """Return all modules inside of modules to which ``fully_shard`` was applied.
-
-    Each comes with the reason why its layers have no local problem; empty if they may have one.
-    """
+def managed_parameters(model: nn.Module) -> dict[nn.Parameter, Any]:
+    """Return the parameters that ``fully_shard`` has divided, each with what it knows of its mesh."""
     if not any(is_distributed(p) for p in model.parameters()):
         return {}
     from torch.distributed.fsdp import FSDPModule
 
-    roots = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return {module: _obstacle(root) for root in roots for module in root.modules()}
+    states: list[Any] = [
+        module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)
+    ]
+    groups = [group for state in states for group in _parameter_groups(state)]
+    return {own.sharded_param: own.mesh_info for group in groups for own in group.fsdp_params}
 
 
-def _obstacle(root: Any) -> str:
-    """Return why layers in a module to which ``fully_shard`` was applied have no local problem."""
-    groups = getattr(root._get_fsdp_state(), "_fsdp_param_groups", ())  # none before such meshes
-    if any(getattr(group.mesh_info, "is_spmd_mesh", False) for group in groups):
-        return "fully_shard was applied with dp_mesh_dims=: no placement tells its dimensions"
-    return ""
+def _parameter_groups(state: Any) -> list[Any]:
+    """Return the groups of parameters of a module under ``fully_shard``; old versions have one."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    groups: list[Any] = [state._fsdp_param_group] if several is None else several
+    return [group for group in groups if group is not None]
 
 
-def shards_of(module: nn.Module, managed: str | None) -> Shards | str | None:
+def shards_of(module: nn.Module, managed: Mapping[nn.Parameter, Any]) -> Shards | str | None:
     """Return the shards of a layer, or why it has no local problem; None if it is not sharded.
 
     Args:
         module: the layer.
-        managed: None if ``fully_shard`` was applied neither to the layer nor to a module around it;
-            otherwise what :func:`managed_modules` says about it.
+        managed: what :func:`managed_parameters` returns for the model.
     """
     own: dict[str, Any] = {n: p for n in NAMES if (p := module._parameters.get(n)) is not None}
     if not any(is_distributed(p) for p in own.values()):
         return None
     if not all(is_distributed(p) for p in own.values()):
         return "only one of its weight and bias is sharded"
-    if managed:
-        return managed
     weight, mesh = own["weight"], own["weight"].device_mesh
     if weight.device.type != mesh.device_type:  # CPUOffloadPolicy
         return f"its weight is on {weight.device}, its mesh has {mesh.device_type}s"
-    if managed is None and mesh.ndim > 1:
+    info = managed.get(weight)
+    if info is None and mesh.ndim > 1:
         return "its weight is a DTensor on a mesh of several dimensions, without fully_shard"
-    data = 0 if managed is None else _data_dimensions(weight.placements)
-    if data is None or not _are_served(weight, data):
+    if getattr(info, "dp_mesh_dims", None) is not None:
+        return "fully_shard was applied to it with dp_mesh_dims="
+    data = 0 if info is None else info.mesh.ndim
+    if not _are_served(weight, data):
         return f"its weight is sharded as {weight.placements}, which has no local problem"
     by_columns = any(_dimension(each) == 1 for each in weight.placements)
     for p in own.values():
@@ -86,29 +86,18 @@ def shards_of(module: nn.Module, managed: str | None) -> Shards | str | None:
     return kind(mesh, tuple(divided), tuple(range(data)), weight.shape[0], own)
 
 
-def _data_dimensions(placements: Sequence[Any]) -> int | None:
-    """Return how many dimensions of the mesh are those of ``fully_shard``: up to the first shards.
-
-    None if ``fully_shard`` has not divided rows.
-    """
-    for i, each in enumerate(placements):
-        if not each.is_replicate():
-            return i + 1 if _dimension(each) == 0 else None
-    return None
-
-
 def _are_served(weight: Any, data: int) -> bool:
-    """Return True if what tensor parallelism has done with a weight has a local problem.
+    """Return True if a weight is divided in a way that has a local problem.
 
     Args:
         weight: the weight.
         data: number of dimensions of the mesh that are those of ``fully_shard``.
     """
-    rest = weight.placements[data:]
-    if len(rest) > 1 or any(_dimension(each) is None and not each.is_replicate() for each in rest):
-        return False
-    dimension = _dimension(rest[0]) if rest else None
-    return dimension in (None, 0) or (dimension == 1 and weight.dim() == 2)
+    first, rest = weight.placements[:data], weight.placements[data:]
+    by_rows = all(each.is_replicate() or _dimension(each) == 0 for each in first)
+    dimensions = (0, 1) if weight.dim() == 2 else (0,)  # of convolutions, rows alone
+    known = all(each.is_replicate() or _dimension(each) in dimensions for each in rest)
+    return by_rows and known and len(rest) <= 1
 
 
 def _belongs(tensor: Any, weight: Any) -> bool:

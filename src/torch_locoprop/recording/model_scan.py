@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from torch_locoprop.distributed.placements import managed_modules, shards_of
+from torch_locoprop.distributed.placements import managed_parameters, shards_of
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.paper.names import unknown
@@ -54,14 +54,14 @@ def scan(
         for parameter in module.parameters(recurse=False):
             _check_initialized(name, parameter)
             owners.setdefault(parameter, []).append(name or "(model)")
-    managed = managed_modules(model)
+    managed = managed_parameters(model)
     served: list[LayerRecord] = []
     unserved: list[Unserved] = []
     for name, module in model.named_modules():
         own = tuple(module.parameters(recurse=False))
         kind = layer_kind(module) if isinstance(module, kinds) else None
         reason = kind.refuses(module) if kind else _no_kind(module)
-        shards = None if kind is None or reason else shards_of(module, managed.get(module))
+        shards = None if kind is None or reason else shards_of(module, managed)
         if isinstance(shards, str):
             reason, shards = shards, None
         ours = [p for p in own if p in given]
