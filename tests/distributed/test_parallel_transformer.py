@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import warnings
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,11 +58,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "outer and cap": {**S, "apply": "gradient", "outer": outer, "cap": 1e-3},
     "preconditioned": {"solver": "preconditioned", "lr": 0.5},
 }
-KINDS = (
+KINDS = [
     *("sequence", "sequence and sharded", "tensor", "tensor and sharded"),
     *("sequence and sharded, replicated", "sequence and sharded, exchanging weights"),
-    "sequence and sharded by replicate()",  # of FSDP2: each process has all that it would have alone
-)
+]
+REPLICATE = "torch.distributed._composable.replicate_with_fsdp"  # not in all versions of PyTorch
+if find_spec(REPLICATE) is not None:  # each process has all that it would have alone
+    KINDS.append("sequence and sharded by replicate()")
 SOME = ("default", "M", "S", "closed form"), KINDS[:2]  # settings and kinds for `make test`
 SAVED = ("default", "M")  # settings of the checkpoints
 BEFORE, AFTER = 2, 2  # steps before and after a checkpoint
@@ -77,11 +81,8 @@ def _divided(kind: str, mesh: DeviceMesh) -> Transformer:
     if "sharded" not in kind:
         return model
     if "replicate()" in kind:
-        replicate = pytest.importorskip(
-            "torch.distributed._composable.replicate_with_fsdp"
-        ).replicate
         for module in (model.block, model):
-            replicate(module, mesh=mesh["data"])
+            import_module(REPLICATE).replicate(module, mesh=mesh["data"])
         return model
     return sharded(model, mesh["replicas", "data"] if "replicated" in kind else mesh["data"])
 
@@ -106,7 +107,7 @@ def _many_rows() -> AbstractContextManager[object]:
     return patch.object(communication, "by_rows", return_value=Traffic(gathered_bytes=10**6))
 
 
-def _in_a_process(rank: int, folder: Path, names: tuple[str, ...], kinds: tuple[str, ...]) -> None:
+def _in_a_process(rank: int, folder: Path, names: tuple[str, ...], kinds: list[str]) -> None:
     found = {}
     warnings.filterwarnings("error", message=".*drift apart.*")
     for kind in kinds:
@@ -216,13 +217,14 @@ def _goes_on_alone(name: str, kind: str, folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by PyTorch 2.9 itself
 @pytest.mark.parametrize(
     ("names", "kinds"),
     [SOME, pytest.param(tuple(SETTINGS), KINDS, marks=pytest.mark.distributed)],
     ids=["some", "all"],
 )
 def test_four_processes_are_one_with_the_whole_batch(
-    names: tuple[str, ...], kinds: tuple[str, ...], tmp_path: Path
+    names: tuple[str, ...], kinds: list[str], tmp_path: Path
 ) -> None:
     one: dict[str, dict[str, Tensor]] = {}
     saved = _saved(names)
