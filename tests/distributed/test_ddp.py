@@ -216,7 +216,11 @@ def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> lis
     if case.settings.get("diagnose"):
         losses = [[row.loss_before, row.loss_after] for row in opt.diagnostics()]
         measured = [torch.tensor(losses).double().nan_to_num(-1.0)]
-    return [*(p.detach().clone() for p in model.parameters()), *measured]
+    states: list[Tensor] = []
+    if case.matrices or case.settings.get("local_steps") == 20:  # of divided work, in every process
+        entries = opt.state_dict()["state"].values()
+        states = [own[key].double() for own in entries for key in sorted(own)]
+    return [*(p.detach().clone() for p in model.parameters()), *states, *measured]
 
 
 def _in_a_process(rank: int, folder: str) -> None:
@@ -345,14 +349,17 @@ def test_they_are_one_process_with_the_whole_batch(
             else {"rtol": 1e-3, "atol": 1e-5}
         )
         torch.testing.assert_close(half - start, whole - start, **near)
-        assert not torch.equal(whole, start)
+        # The gate sets momentum to zero.
+        assert "gate" in CASES[name].settings or not torch.equal(whole, start)
+    assert not torch.equal(one[0], before[0])
 
 
 @pytest.mark.parametrize("name", ["uneven, S", "uneven, some rows of S", "uneven, general"])
 def test_divided_work_is_the_same_for_uneven_rows(
     name: str, in_two: list[dict[str, list[Tensor]]]
 ) -> None:
-    for one, other in zip(in_two[0][name], in_two[0][f"{name}, divided"], strict=True):
+    weights = in_two[0][name]
+    for one, other in zip(weights, in_two[0][f"{name}, divided"][: len(weights)], strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
