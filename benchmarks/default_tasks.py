@@ -61,6 +61,7 @@ class Task:
         batch: examples of a batch.
         steps: number of steps.
         large: True for a task meant for a GPU; `all` does not include it.
+        held_out: True for a task on which no setting was chosen; `all` does not include it.
     """
 
     name: str
@@ -71,6 +72,7 @@ class Task:
     batch: int
     steps: int
     large: bool = False
+    held_out: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -390,16 +392,146 @@ def _large() -> list[Task]:
     ]
 
 
-TASKS = {task.name: task for task in (*_all(), *_large())}
+def _held_out() -> list[Task]:
+    """Return tasks like those of `all` on which no setting of ours was chosen."""
+    mnist = partial(partial, _images, name="mnist")
+    fashion = partial(partial, _images, name="fashion-mnist")
+    curves = partial(partial, _images, name="curves", target="image")
+    classes, bce, mse = nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss(), nn.MSELoss()
+    small = mnist(target="label", side=14)
+    small_squares = partial(_images, target="label", shape="square", side=14)
+    return [
+        Task(
+            "held-batchnorm-400",
+            "MLP of 4 layers with BatchNorm, Fashion-MNIST, GELU",
+            fashion(target="label", side=14),
+            partial(normalised_mlp, 196, 128, 4, 10, "batch", "gelu"),
+            *(classes, 64, 400),
+            held_out=True,
+        ),
+        Task(
+            "held-batchnorm-1000",
+            "MLP of 5 layers with BatchNorm, MNIST, tanh",
+            small,
+            partial(normalised_mlp, 196, 48, 5, 10, "batch", "tanh"),
+            *(classes, 50, 1000),
+            held_out=True,
+        ),
+        Task(
+            "held-layernorm-400",
+            "MLP of 6 layers with LayerNorm, MNIST, ReLU",
+            small,
+            partial(normalised_mlp, 196, 96, 6, 10, "layer", "relu"),
+            *(classes, 32, 400),
+            held_out=True,
+        ),
+        Task(
+            "held-residual-200",
+            "residual CNN with BatchNorm, MNIST, ReLU",
+            partial(small_squares, name="mnist"),
+            partial(residual_cnn, 16),
+            *(classes, 32, 200),
+            held_out=True,
+        ),
+        Task(
+            "held-residual-600",
+            "residual CNN with BatchNorm, Fashion-MNIST, ReLU",
+            partial(small_squares, name="fashion-mnist"),
+            partial(residual_cnn, 8),
+            *(classes, 128, 600),
+            held_out=True,
+        ),
+        Task(
+            "held-cnn-100",
+            "CNN, MNIST, GELU",
+            mnist(target="label", shape="square"),
+            partial(cnn, "gelu", (12, 24), 28),
+            *(classes, 256, 100),
+            held_out=True,
+        ),
+        Task(
+            "held-classifier-60",
+            "MLP classifier, MNIST, tanh, large batches",
+            mnist(target="label"),
+            partial(mlp, (784, 300, 10), "tanh"),
+            *(classes, 1000, 60),
+            held_out=True,
+        ),
+        Task(
+            "held-classifier-1000",
+            "MLP classifier, MNIST, ReLU",
+            small,
+            partial(mlp, (196, 100, 100, 10), "relu"),
+            *(classes, 32, 1000),
+            held_out=True,
+        ),
+        Task(
+            "held-curves-300",
+            "autoencoder, mean cross-entropy, CURVES, ReLU",
+            curves(),
+            partial(autoencoder, (784, 250, 100, 20), "relu"),
+            *(bce, 100, 300),
+            held_out=True,
+        ),
+        Task(
+            "held-autoencoder-600",
+            "autoencoder, cross-entropy summed over the pixels, Fashion-MNIST, tanh",
+            fashion(target="image", side=14),
+            partial(autoencoder, (196, 100, 50, 8), "tanh"),
+            *(BceSummedOverPixels(), 50, 600),
+            held_out=True,
+        ),
+        Task(
+            "held-halves-600",
+            "regression of the lower from the upper half, Fashion-MNIST, ReLU",
+            fashion(target="lower half", side=14),
+            partial(mlp, (98, 200, 98), "relu"),
+            *(mse, 128, 600),
+            held_out=True,
+        ),
+        Task(
+            "held-friedman-600",
+            "regression of Friedman's function, GELU",
+            partial(_friedman, examples=4000),
+            partial(mlp, (10, 96, 96, 96, 1), "gelu"),
+            *(mse, 32, 600),
+            held_out=True,
+        ),
+        Task(
+            "held-gpt-400",
+            "GPT of 1 block, Shakespeare, GELU, small batches",
+            partial(_text, context=64),
+            partial(GPT, CHARACTERS, 1, 96, 4, 64, "small"),
+            *(classes, 8, 400),
+            held_out=True,
+        ),
+        Task(
+            "held-gpt-600",
+            "GPT of 3 blocks, Shakespeare, GELU",
+            partial(_text, context=32),
+            partial(GPT, CHARACTERS, 3, 32, 4, 32, "small"),
+            *(classes, 32, 600),
+            held_out=True,
+        ),
+    ]
+
+
+TASKS = {task.name: task for task in (*_all(), *_large(), *_held_out())}
 
 SHORT = 600
 """Tasks of at most so many steps make the group `short`, the others `long`."""
 
+
+def _is_ordinary(task: Task) -> bool:
+    return not (task.large or task.held_out)
+
+
 GROUPS: dict[str, Callable[[Task], bool]] = {
-    "all": lambda task: not task.large,
-    "short": lambda task: not task.large and task.steps <= SHORT,
-    "long": lambda task: not task.large and task.steps > SHORT,
+    "all": _is_ordinary,
+    "short": lambda task: _is_ordinary(task) and task.steps <= SHORT,
+    "long": lambda task: _is_ordinary(task) and task.steps > SHORT,
     "large": lambda task: task.large,
+    "held-out": lambda task: task.held_out,
 }
 
 

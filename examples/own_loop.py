@@ -33,7 +33,7 @@ Step = Callable[[Tensor, Tensor | None, Any], tuple[Tensor, Any]]  # grad, gram,
 SETTINGS: dict[str, dict[str, Any]] = {
     "closed-form": {"damping": 1.0, "lr": 0.1, "gamma": 20.0},
     "locoprop-s": {"lr": 1e-4, "gamma": 30.0, "local_steps": 10, "momentum": 0.9},
-    "spectral": {"lr": 0.03, "agreement": 1.0},
+    "spectral": {"lr": 0.04, "agreement": 1.0},
 }
 METHODS: dict[str, Step] = {
     "closed-form": lambda grad, gram, _: (closed_form(grad, gram, **SETTINGS["closed-form"]), None),

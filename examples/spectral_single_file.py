@@ -8,7 +8,7 @@ Copy `Spectral` into a training script, for example one of a GPT speed run:
     loss.backward()                                            # one forward and one backward pass
     spectral.step(); adamw.step()
 
-Its steps are those of `LocoProp(model, preset="spectral")`, and with `agreement=1.0` and `lr=0.03`
+Its steps are those of `LocoProp(model, preset="spectral")`, and with `agreement=1.0` and `lr=0.04`
 those of `LocoProp(model)`; a test compares them. It has no convolutions and no CUDA graphs.
 
 Two control runs do the same work. `apply="gradient"` solves every local problem, drops the solution,
@@ -32,6 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
+WINDOW = 0.97  # weight of the past in the share of the signal
+LEAST = 0.15  # the smallest agreement
 APPLY = ("solution", "gradient", "nothing")
 
 
@@ -137,6 +139,7 @@ class Spectral(torch.optim.Optimizer):
         group, state = self.param_groups[0], self.state[stack[0].weight]
         mu, rho = group["momentum"], group["decay"]
         gradient = torch.stack([_joined(layer) for layer in stack])
+        agreed = self._agreed(state, gradient, mu) if self.agreement > 0 else 1.0
         average = _average(state, "average", gradient, mu)
         if self.records:
             self._renew(state, squares)
@@ -146,11 +149,7 @@ class Spectral(torch.optim.Optimizer):
         rows = _average(state, "rows", direction.square().mean(-1, keepdim=True), rho)
         equal = direction / _positive(rows.sqrt())
         direction = equal * (_norm(direction) / _positive(_norm(equal)))
-        scale = torch.full_like(_norm(gradient), 0.2 * max(gradient.shape[-2:]) ** 0.5)
-        if self.agreement > 0:
-            energy = _average(state, "energy", _norm(gradient).square(), mu)
-            total = (energy * (1 - mu ** (self.steps + 1))).sqrt()
-            scale *= (_norm(average) / _positive(total)).clamp_max(1.0) ** self.agreement
+        scale = 0.2 * max(gradient.shape[-2:]) ** 0.5 * agreed
         if self.apply == "nothing":
             return
         for layer, move in zip(stack, direction * (-group["lr"] * scale), strict=True):
@@ -158,6 +157,21 @@ class Spectral(torch.optim.Optimizer):
             layer.weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(move[:, :columns])
             if (bias := _bias(layer)) is not None:
                 bias.add_(move[:, columns])
+
+    def _agreed(self, state: dict[str, Tensor], gradient: Tensor, mu: float) -> Tensor:
+        """Return the factor of the step: large if gradients are alike, small if they are noise.
+
+        The average of earlier gradients has no noise in common with this one. So their inner product,
+        relative to the square of this one, is the share of what is not noise, in the mean over steps.
+        """
+        square = common = gradient.square().sum((-2, -1), keepdim=True)
+        if self.steps > 0:
+            common = (gradient * state["average"]).sum((-2, -1), keepdim=True)
+            common = common / (1 - mu**self.steps)
+        common = _average(state, "common", common, WINDOW)
+        share = common / _positive(_average(state, "energy", square, WINDOW))
+        share = 1 - (1 - WINDOW ** (self.steps + 1)) * (1 - share)  # begins at 1
+        return share.clamp(LEAST**2, 1.0).sqrt() ** self.agreement
 
     def _renew(self, state: dict[str, Tensor], squares: Tensor) -> None:
         """Average C with what the hooks have recorded, invert it, and clear the record."""

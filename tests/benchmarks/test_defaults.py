@@ -121,12 +121,14 @@ def test_groups_and_beginnings_of_names_select_tasks() -> None:
         selected(["frieda"])
 
 
-def test_large_tasks_are_run_only_if_they_are_asked_for() -> None:
-    large = {task.name for task in selected(["large"])}
+def test_large_and_held_out_tasks_are_run_only_if_they_are_asked_for() -> None:
+    large, held_out = ({task.name for task in selected([group])} for group in ("large", "held-out"))
     small = {task.name for task in selected(["all"])}
     assert len(large) >= 4
+    assert len(held_out) >= 10
     assert not large & small
-    assert large | small == set(TASKS)
+    assert not held_out & (large | small)
+    assert large | small | held_out == set(TASKS)
     assert small == {task.name for task in selected(["short", "long"])}
 
 

@@ -84,7 +84,7 @@ def test_repr_shows_settings_and_nothing_else() -> None:
     lines = [line.strip() for line in local.splitlines()]
     assert lines[:2] == ["LocoProp (", "Parameter Group 0"]
     shown = dict(line.split(": ") for line in lines[2:])
-    assert shown["lr"] == "0.03"
+    assert shown["lr"] == "0.04"
     assert shown["solver"] == "general"
     assert shown.keys() < SETTINGS.keys()
     assert "gamma" not in shown, "the spectral step has none"

@@ -34,7 +34,7 @@ def settings_of(**arguments: Any) -> dict[str, Any]:
 def test_nothing_given_is_the_general_preset() -> None:
     found = settings_of()
     assert found == settings_of(preset="general")
-    assert found["lr"] == 0.03
+    assert found["lr"] == 0.04
     assert found["variant"] == "locoprop-s"
     assert found["solver"] == "general"
 
@@ -170,9 +170,9 @@ def test_the_fallback_follows_the_learning_rate() -> None:
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3))
 
-    with pytest.warns(UserWarning, match=r"get AdamW\(lr=0.01\)"):
+    with pytest.warns(UserWarning, match=r"get AdamW\(lr=0.0133333\)"):
         opt = LocoProp(model())
-    assert opt.param_groups[1]["lr"] == pytest.approx(0.01)
+    assert opt.param_groups[1]["lr"] == pytest.approx(0.04 / 3)
     with pytest.warns(UserWarning, match=r"get AdamW\(lr=0.002\)"):
         LocoProp(model(), lr=0.006)
     with pytest.warns(UserWarning, match=r"get AdamW\(lr=0.001\)"):

@@ -77,6 +77,7 @@ def test_spectral_step_by_its_formula(structure: str) -> None:
     grams[1] = grams[1] + 7 * eye(6)
     state: dict[str, Tensor] | None = None
     average, rows, c = torch.zeros(4, 6).double(), torch.zeros(4, 1).double(), torch.zeros(6, 6)
+    common = square = torch.zeros(())
     for t in range(3):
         own, full = structured(grams[min(t, 1)], structure)
         gram = own if t < 2 else None  # the third step keeps C
@@ -86,13 +87,16 @@ def test_spectral_step_by_its_formula(structure: str) -> None:
             unit = full * 6 / full.trace()
             c = unit if t == 0 else 0.6 * c + 0.4 * unit
             inverse = torch.linalg.inv(c + 1 / (1 + t / 5) * eye(6))
+        before = grad if t == 0 else average / (1 - 0.9**t)
         average = 0.9 * average + 0.1 * grad
         direction = polar((0.9 * average + 0.1 * grad) @ inverse)
         rows = 0.95 * rows + 0.05 * direction.square().mean(1, keepdim=True)
         equal = direction / rows.sqrt()
         equal = equal * direction.norm() / equal.norm()
-        past = [0.1 * 0.9 ** (t - i) * grads[i % 2].norm() ** 2 for i in range(t + 1)]
-        agreed = average.norm() / (sum(past) * (1 - 0.9 ** (t + 1))) ** 0.5
+        common = 0.97 * common + (grad * before).sum()
+        square = 0.97 * square + grad.square().sum()
+        start = 0.97 ** (t + 1)
+        agreed = (start + (1 - start) * common / square).clamp(0.15**2, 1) ** 0.5
         expected = -0.1 * 0.2 * 6**0.5 * agreed**0.5 * equal
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 

@@ -187,7 +187,7 @@ def spectral_move(
     The presets renew C in each of the first ten steps; programs are shorter.
     """
     mu, rho, past = method["momentum"], method["decay"], 0.8
-    lr, power = {"general": (0.03, 1.0), "spectral": (0.015, 0.0)}[method["preset"]]
+    lr, power = {"general": (0.04, 1.0), "spectral": (0.015, 0.0)}[method["preset"]]
     gram = X.T @ X
     mean = np.trace(gram) / len(gram)
     gram = gram / mean if mean > 0 else gram
@@ -208,9 +208,20 @@ def spectral_move(
     state["rows"] = rho * state.get("rows", 0.0) + (1 - rho) * (direction**2).mean(1)
     even = direction / np.array([_or_one(root) for root in np.sqrt(state["rows"])])[:, None]
     even = even * np.linalg.norm(direction) / _or_one(np.linalg.norm(even))
-    energy = sum(s * (each**2).sum() for s, each in zip(shares, gradients, strict=True))
-    agreed = min(1.0, np.linalg.norm(average) / _or_one(np.sqrt(sum(shares) * energy)))
-    return -lr * 0.2 * max(G.shape) ** 0.5 * even * agreed**power
+    return -lr * 0.2 * max(G.shape) ** 0.5 * even * _agreed(gradients, mu) ** power
+
+
+def _agreed(gradients: list[Array], mu: float) -> float:
+    """Return the root of the share of the signal in the squares of the gradients."""
+    common = square = 0.0
+    for i, each in enumerate(gradients):
+        weights = mu ** np.arange(i - 1, -1, -1.0) if i else np.ones(1)
+        mean = np.average(gradients[: max(i, 1)], axis=0, weights=weights)
+        common = 0.97 * common + (each * mean).sum()
+        square = 0.97 * square + (each**2).sum()
+    start = 0.97 ** len(gradients)
+    share = start + (1 - start) * common / _or_one(square)
+    return float(np.sqrt(np.clip(share, 0.15**2, 1.0)))
 
 
 def _or_one(number: float) -> float:

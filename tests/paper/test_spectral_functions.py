@@ -66,7 +66,7 @@ def test_zeros_stay_zeros() -> None:
     zeros = torch.zeros(3, 4, dtype=torch.float64)
     assert torch.equal(polar(zeros), zeros)
     assert torch.equal(unit_length(zeros), zeros)
-    assert torch.equal(equal_rows(zeros, torch.zeros(3, 1, dtype=torch.float64)), zeros)
+    assert equal_rows(zeros[:, :1], zeros[:, :1]).isfinite().all()
     assert torch.equal(StructuredGram(zeros[:, :3], "dense").unit_diagonal().entries, zeros[:, :3])
 
 
@@ -77,10 +77,15 @@ def test_a_lower_precision_of_the_products() -> None:
     torch.testing.assert_close(found.double(), polar(matrix.double()), rtol=1e-6, atol=1e-6)
 
 
+def with_equal_rows(direction: Tensor) -> Tensor:
+    """Return a direction whose rows have had their present lengths before."""
+    lengths = torch.linalg.vector_norm(direction, dim=-1, keepdim=True)
+    return direction * equal_rows(lengths, direction.square().mean(-1, keepdim=True))
+
+
 def test_equal_rows_keep_the_length_of_the_whole() -> None:
     direction = random(4, 6)
-    square = direction.square().mean(-1, keepdim=True)
-    found = equal_rows(direction, square)
+    found = with_equal_rows(direction)
     torch.testing.assert_close(length(found), length(direction))
     rows = found.square().mean(-1)
     torch.testing.assert_close(rows, rows.mean().expand(4))
@@ -91,31 +96,23 @@ def test_equal_rows_keep_the_length_of_the_whole() -> None:
 def test_a_row_of_zeros_stays_one_among_others() -> None:
     direction = random(4, 6)
     direction[1] = 0
-    found = equal_rows(direction, direction.square().mean(-1, keepdim=True))
+    found = with_equal_rows(direction)
     assert found.isfinite().all()
     assert not found[1].any()
     torch.testing.assert_close(length(found), length(direction))
 
 
-@pytest.mark.parametrize("steps", [1, 2, 30])
-def test_agreement_of_equal_and_of_opposite_gradients(steps: int) -> None:
-    mu, gradient = 0.9, random(3, 4)
-    for sign, expected in ((1.0, None), (-1.0, 0.5)):
-        average, square = torch.zeros(3, 4, dtype=torch.float64), torch.zeros(1, 1).double()
-        for t in range(steps):
-            now = gradient * sign**t
-            average = mu * average + (1 - mu) * now
-            square = mu * square + (1 - mu) * now.square().sum()
-        found = agreement(average, square, torch.tensor([[1 - mu**steps]]).double())
-        if expected is None or steps == 1:
-            torch.testing.assert_close(found, torch.ones(1, 1).double())
-        else:
-            assert 0 < found < expected
+def test_agreement_is_the_root_of_the_share_within_its_bounds() -> None:
+    shares = torch.tensor([-3.0, 0.0, 0.01, 0.25, 1.0, 1.5]).double().reshape(6, 1, 1)
+    expected = torch.tensor([0.2, 0.2, 0.2, 0.5, 1.0, 1.0]).double().reshape(6, 1, 1)
+    known = torch.ones(1, 1).double()
+    torch.testing.assert_close(agreement(shares, known, 0.2), expected)
 
 
-def test_agreement_of_nothing_is_zero() -> None:
-    nothing = torch.zeros(1, 1)
-    assert agreement(torch.zeros(3, 4), nothing, torch.ones(1, 1)) == 0
+def test_agreement_begins_at_one() -> None:
+    share, weights = torch.full((1, 1), 0.36), torch.tensor([0.0, 0.5, 1.0]).reshape(3, 1, 1)
+    expected = torch.tensor([1.0, 0.68**0.5, 0.6]).reshape(3, 1, 1)
+    torch.testing.assert_close(agreement(share, weights, 0.1), expected)
 
 
 def test_the_damped_inverse() -> None:

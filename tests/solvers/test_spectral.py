@@ -53,10 +53,22 @@ class Oracle:
         self.rows = self.rho * self.rows + (1 - self.rho) * direction.square().mean(1)
         found = direction / self.rows.sqrt()[:, None]
         found *= direction.norm() / found.norm()
-        power = sum(s * g.square().sum() for s, g in zip(shares, self.gradients, strict=True))
-        agreed = average.norm() / (sum(shares) * power).sqrt()
         self.t += 1
-        return -self.lr * 0.2 * max(gradient.shape) ** 0.5 * found * agreed**solver.agreement
+        return (
+            -self.lr * 0.2 * max(gradient.shape) ** 0.5 * found * self.agreed() ** solver.agreement
+        )
+
+    def agreed(self) -> Tensor:
+        """Return the root of the share of the signal: of its square in that of the gradients."""
+        common, square = torch.zeros(()), torch.zeros(())
+        for i, gradient in enumerate(self.gradients):
+            before = self.gradients[:i] or [gradient]
+            ages = torch.arange(len(before) - 1.0, -1, -1).double()
+            mean = torch.tensordot(self.mu**ages / (self.mu**ages).sum(), torch.stack(before), 1)
+            common = 0.97 * common + (gradient * mean).sum()
+            square = 0.97 * square + gradient.square().sum()
+        start = 0.97 ** len(self.gradients)
+        return (start + (1 - start) * common / square).clamp(0.15**2, 1).sqrt()
 
 
 def train(
@@ -301,7 +313,8 @@ def test_wide_layers_leave_c_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "inverse" not in opt.state[first.weight]
     assert "inverse" in opt.state[model[2].weight]
     direction = polar(gradient)
-    direction = equal_rows(direction, direction.square().mean(1, keepdim=True))
+    lengths = direction.norm(dim=1, keepdim=True)
+    direction = direction * equal_rows(lengths, direction.square().mean(1, keepdim=True))
     expected = before[0] - 0.015 * 0.2 * 7**0.5 * direction[:, :-1]
     torch.testing.assert_close(first.weight.detach(), expected, rtol=1e-9, atol=1e-9)
 

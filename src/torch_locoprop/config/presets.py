@@ -59,7 +59,7 @@ PRESETS: dict[str, Preset] = {
             "general",
             "any model and loss, with nothing tuned: the spectral step, shorter where gradients are "
             "noise. Works at a constant learning rate and with a schedule.",
-            {**_SPECTRAL, "solver": "general", "lr": 0.03},
+            {**_SPECTRAL, "solver": "general", "lr": 0.04},
         ),
         Preset(
             "spectral",

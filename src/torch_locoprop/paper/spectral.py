@@ -81,7 +81,7 @@ def unit_length(matrix: Tensor) -> Tensor:
     """Return matrices ``[..., d, n]`` divided by their Frobenius norms; those of zeros stay zeros."""
     # The largest entry comes first, so that no square overflows or underflows.
     scaled = matrix / _at_least_tiny(matrix.abs().amax((-2, -1), keepdim=True))
-    return scaled / _at_least_tiny(length(scaled))
+    return scaled.div_(_at_least_tiny(length(scaled)))
 
 
 def length(matrix: Tensor) -> Tensor:
@@ -91,41 +91,41 @@ def length(matrix: Tensor) -> Tensor:
 
 
 def equal_rows(
-    direction: Tensor, mean_square: Tensor, norm: Callable[[Tensor], Tensor] = length
+    lengths: Tensor, mean_square: Tensor, norm: Callable[[Tensor], Tensor] = length
 ) -> Tensor:
-    """Divide each row by the root of its mean square over time, and keep the length of the whole.
+    """Return the factors that divide each row by the root of its mean square over time.
+
+    The factors keep the Frobenius norm of the whole matrix.
 
     Args:
-        direction: ``[..., d, n]``.
-        mean_square: a running average of the mean squares of its rows, ``[..., d, 1]``.
-        norm: returns Frobenius norms; those of the whole if the direction has some of its rows.
+        lengths: the norms of the rows of a matrix, ``[..., d, 1]``.
+        mean_square: a running average of the mean squares of the rows, ``[..., d, 1]``.
+        norm: returns Frobenius norms; those of the whole if the matrix has some of its rows.
 
     Returns:
-        The direction with rows of about equal length, ``[..., d, n]``. Rows of zeros stay zeros.
+        A factor for each row, ``[..., d, 1]``; finite for rows of zeros too.
     """
-    rows = direction / _at_least_tiny(mean_square.sqrt())
-    return rows * (norm(direction) / _at_least_tiny(norm(rows)))
+    root = _at_least_tiny(mean_square.sqrt())
+    return norm(lengths) / _at_least_tiny(norm(lengths / root)) / root
 
 
-def agreement(
-    average: Tensor,
-    mean_square: Tensor,
-    weight: Tensor,
-    norm: Callable[[Tensor], Tensor] = length,
-) -> Tensor:
-    """Return how far the last gradients agree: 1 if all are equal, near 0 if all are noise.
+def agreement(signal: Tensor, known: Tensor, least: float) -> Tensor:
+    """Return how far gradients agree, from the share of the signal in their squares.
+
+    Let a gradient be a signal that stays and noise that is independent of that in other steps. In the
+    mean, its inner product with an average of earlier gradients is ``‖signal‖²``, and its square is
+    ``‖signal‖² + ‖noise‖²``. The share is the quotient of the two means. Before the first step it is
+    taken to be 1, which counts the less, the more gradients are known.
 
     Args:
-        average: a running average of the gradient that began at zero, ``[..., d, n]``.
-        mean_square: the same average of the squared Frobenius norms, ``[..., 1, 1]``.
-        weight: the sum of the weights of both averages, ``1 − μᵗ`` after t steps, ``[..., 1, 1]``.
-        norm: returns Frobenius norms; those of the whole if the average has some of its rows.
+        signal: the share of the signal, ``[..., 1, 1]``; below zero where steps are too long.
+        known: the weight of that share, ``[..., 1, 1]``; the remainder up to 1 is that of the start.
+        least: the smallest agreement.
 
     Returns:
-        The norm of the mean gradient over the root mean square of the norms, ``[..., 1, 1]``.
+        The root of the share, at least ``least`` and at most 1, ``[..., 1, 1]``.
     """
-    total = (mean_square * weight).sqrt()
-    return (norm(average) / _at_least_tiny(total)).clamp_max(1.0)
+    return (1 - known * (1 - signal)).clamp(least**2, 1.0).sqrt()
 
 
 def damped_inverse(gram: Tensor, damping: Number, otherwise: Tensor | None) -> Tensor:

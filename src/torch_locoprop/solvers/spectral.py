@@ -14,7 +14,6 @@ place of averaging it, changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import NamedTuple
@@ -34,10 +33,13 @@ from torch_locoprop.paper.spectral import (
     polar,
 )
 from torch_locoprop.paper.structured_gram import StructuredGram
+from torch_locoprop.paper.targets import BackPropTarget
 from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
+WINDOW = 0.97  # weight of the past in the share of the signal in the gradients
+LEAST = 0.15  # the smallest agreement
 WIDEST = 8192  # columns of [W b] above which C, a matrix of this size, is left out
 
 
@@ -66,7 +68,7 @@ class Spectral(Solver):
         fall: λ begins at 1 and falls as ``1 / (1 + t / fall)`` in step t until it is ``damping``: where
             the inputs vary little, C is known only after some steps.
         agreement: the step is multiplied by this power of the agreement of the last gradients, which is
-            1 if they are equal and near 0 if they are noise. 0 leaves the step as it is.
+            1 if they are equal and 0.15 if they are noise. 0 leaves the step as it is.
     """
 
     every: int = 10
@@ -123,7 +125,7 @@ class Spectral(Solver):
             The direction; None for a layer without inputs or outputs, which does not move.
         """
         owner = "weight" if "weight" in problem.start else "bias"
-        given = join(problem.first_gradient)
+        given = join(_gradient(problem))
         d = given.shape[-2] if problem.outputs is None else problem.outputs.d
         if 0 in (*given.shape[:-2], d, given.shape[-1]):
             return None
@@ -133,7 +135,9 @@ class Spectral(Solver):
         state = {key: entry if key == "step" else entry.to(gradient) for key, entry in old.items()}
         mu = spread(numbers[owner].momentum, gradient)
         state = self._renewed(problem, state, gradient)
-        state = self._averaged(gradient, state, mu, partial(_norm, problem))
+        if self.agreement > 0:
+            state = _compared(problem, gradient, state, mu)
+        state = {**state, "average": _average(state.get("average"), gradient, mu)}
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
@@ -160,18 +164,18 @@ class Spectral(Solver):
             factor: the polar factor of its matrix, or the rows of it that this process has.
         """
         owner = "weight" if "weight" in problem.start else "bias"
-        dtype = problem.first_gradient[owner].dtype
-        own, state, norm = numbers[owner], dict(found.state), partial(_norm, problem)
-        square = factor.square().mean(-1, keepdim=True)
+        dtype = problem.backprop[owner].dtype
+        own, state = numbers[owner], dict(found.state)
+        lengths = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
+        square = lengths.square() / factor.shape[-1]
         state["rows"] = _average(state.get("rows"), square, spread(own.decay, factor))
-        step = equal_rows(factor, state["rows"], norm)
         d = factor.shape[-2] if problem.outputs is None else problem.outputs.d
         scale = -0.2 * max(d, factor.shape[-1]) ** 0.5 * spread(own.lr, factor)
         if self.agreement > 0:
-            weight = 1 - spread(own.momentum, factor) ** state["step"].to(factor)
-            agreed = agreement(state["average"], state["energy"].square(), weight, norm)
-            scale = scale * agreed**self.agreement
-        moved = split((scale * step).to(dtype), problem.start)
+            known = 1 - WINDOW ** state["step"].to(factor)
+            scale = scale * agreement(state["signal"], known, LEAST) ** self.agreement
+        scales = scale * equal_rows(lengths, state["rows"], partial(_norm, problem))
+        moved = split((scales * factor).to(dtype), problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
         kept = {key: entry if key == "step" else entry.to(dtype) for key, entry in state.items()}
         return new, {**states, owner: kept}
@@ -200,17 +204,6 @@ class Spectral(Solver):
         """Return ``[X 1]ᵀ[X 1]`` of this step, in the dtype of ``like``."""
         return problem.square(like.dtype)
 
-    def _averaged(
-        self, gradient: Tensor, state: Tensors, mu: Number, norm: Callable[[Tensor], Tensor]
-    ) -> Tensors:
-        """Return the state with the averages of the gradient and of its squared length."""
-        state = {**state, "average": _average(state.get("average"), gradient, mu)}
-        if self.agreement > 0:
-            past = state.get("energy")  # a root, which half precision can hold
-            square = norm(gradient).square()
-            state["energy"] = _average(None if past is None else past.square(), square, mu).sqrt()
-        return state
-
     def empty_states(self, start: Tensors, bent: bool, *, structure: Structure = FULL) -> States:
         joint = join(start)
         *leading, d, n = joint.shape
@@ -219,7 +212,7 @@ class Spectral(Solver):
         if of_gram[-1] <= WIDEST or structure != FULL:
             shapes |= {"gram": of_gram, "inverse": of_gram}
         if self.agreement > 0:
-            shapes["energy"] = (1, 1)
+            shapes |= {"energy": (1, 1), "signal": (1, 1)}
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
         for key in {"gram", "inverse"} & state.keys():  # an inverse of zeros would stop the layer
             one = torch.eye(of_gram[-1], dtype=joint.dtype, device=joint.device)
@@ -276,6 +269,38 @@ def _norm(problem: LocalProblem, matrix: Tensor) -> Tensor:
     """Return Frobenius norms ``[..., 1, 1]`` of matrices of which this process may have some rows."""
     own = length(matrix)
     return own if problem.outputs is None else problem.of_all_outputs(own.square()).sqrt()
+
+
+def _gradient(problem: LocalProblem) -> Tensors:
+    """Return the gradient of the local loss at the start, up to γ, which changes no step."""
+    if type(problem.target).first_gradient is BackPropTarget.first_gradient:
+        return problem.backprop
+    return problem.first_gradient
+
+
+def _compared(problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Number) -> Tensors:
+    """Return the state with the share of the signal in the last gradients.
+
+    Args:
+        problem: the local problem.
+        gradient: the gradient of this step, ``[..., d, n]``.
+        state: the state, whose average gradient is that of the steps before this one.
+        mu: the decay of that average.
+    """
+    square = _norm(problem, gradient).square()
+    shared, past = square, state.get("average")
+    if past is not None:
+        product = torch.linalg.vecdot(gradient.flatten(-2), past.flatten(-2))[..., None, None]
+        product = problem.of_all_outputs(product)
+        before = state["step"].to(gradient) - 1
+        shared = torch.where(before > 0, product / (1 - mu**before), square)
+    energy = past_shared = None
+    if "signal" in state:  # energy is kept as a root, which half precision can hold
+        energy = state["energy"].square()
+        past_shared = state["signal"] * energy
+    shared, energy = _average(past_shared, shared, WINDOW), _average(energy, square, WINDOW)
+    tiny = torch.finfo(energy.dtype).tiny
+    return {**state, "energy": energy.sqrt(), "signal": shared / energy.clamp_min(tiny)}
 
 
 def _average(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
