@@ -7,7 +7,7 @@ A first run of the tests finds which of them cover which line (kept in ``--work`
 each mutant, those that cover the changed line run in order of their duration, up to ``--most`` seconds
 of them, until one fails. A mutant that no test fails survives; one that runs into the limit of time is
 counted by itself. The score is killed / (killed + survived + not covered). ``--again`` tries the
-survivors of an earlier result.
+survivors of an earlier result, ``--each 3`` three mutants of every file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -153,6 +153,15 @@ def sample(seed: int) -> Iterator[tuple[str, Mutant]]:
     yield from found
 
 
+def of_every_file(mutants: Iterable[tuple[str, Mutant]], each: int) -> Iterator[tuple[str, Mutant]]:
+    """Yield the first mutants of every file, ``each`` of them or all that it has."""
+    seen: Counter[str] = Counter()
+    for file, mutant in mutants:
+        seen[file] += 1
+        if seen[file] <= each:
+            yield file, mutant
+
+
 def survivors(result: dict[str, Any]) -> Iterator[tuple[str, Mutant]]:
     """Yield the mutants of an earlier result that survived, where the source still has them."""
     kept = {(one["file"], one["was"], one["becomes"]) for one in result["survivors"]}
@@ -170,6 +179,7 @@ def main() -> None:
     parser.add_argument("--most", type=float, default=30, help="seconds of tests for one mutant")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", type=Path, help="try the survivors of an earlier result")
+    parser.add_argument("--each", type=int, help="try so many mutants of every file")
     given = parser.parse_args()
     os.chdir(ROOT)
     coverage = Coverage(given.work)
@@ -178,6 +188,8 @@ def main() -> None:
     chosen = everything
     if given.again is not None:
         chosen = list(survivors(json.loads(given.again.read_text())))
+    if given.each is not None:
+        chosen = list(of_every_file(chosen, given.each))
     top, end = ROOT / "src" / "torch_locoprop", time.monotonic() + 60 * given.minutes
     counts: Counter[str] = Counter()
     lived: list[dict[str, Any]] = []

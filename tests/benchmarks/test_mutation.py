@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.mutants import applied, mutants_of
+from benchmarks.mutants import Mutant, applied, mutants_of
+from benchmarks.mutation import of_every_file
 
 
 def changes(source: str) -> list[str]:
@@ -53,3 +54,9 @@ def test_every_mutant_of_the_mathematics_can_be_compiled() -> None:
         source = path.read_text()
         for each in mutants_of(source)[::10]:
             compile(applied(each, source), str(path), "exec")
+
+
+def test_some_mutants_of_every_file() -> None:
+    mutants = [(file, Mutant(i, 1, 1, "", "")) for i, file in enumerate("abaabc")]
+    found = [(file, mutant.place) for file, mutant in of_every_file(mutants, 2)]
+    assert found == [("a", 0), ("b", 1), ("a", 2), ("b", 4), ("c", 5)]

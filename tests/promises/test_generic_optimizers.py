@@ -312,6 +312,31 @@ def test_parameters_of_several_dtypes(case: Case) -> None:
 
 
 @each
+def test_parameters_on_several_devices(case: Case) -> None:
+    """Layers on another device, here one of tensors without values, change nothing for the others."""
+
+    class Apart(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.here, self.there = network(), network().to("meta")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.here(x) if x.is_cpu else self.there(x)  # type: ignore[no-any-return]
+
+    alone, apart = network(), Apart()
+    opt, of_both = case.make(alone), case.make(apart)
+    train(alone, opt, range(3))
+    for seed in range(3):
+        of_both.zero_grad()
+        backward(apart, seed)
+        x = batch(8, 6, seed=seed).to("meta")
+        cross_entropy(apart(x), x[:, :3]).backward()
+        of_both.step()
+    assert_close(weights(apart.here), weights(alone), 0.0)
+    assert len(of_both.state) == 2 * len(opt.state)
+
+
+@each
 def test_a_tensor_as_learning_rate(case: Case) -> None:
     lr = case.options.get("lr", 0.01)
     results = []
