@@ -1,5 +1,6 @@
 """Two processes under DistributedDataParallel equal one process with the whole batch."""
 
+import math
 import os
 import warnings
 from dataclasses import dataclass, field, replace
@@ -383,6 +384,12 @@ def _in_three(rank: int, folder: Path) -> None:
         ):
             found[name] = trained(CASES[name], DistributedDataParallel(model), model, part)
     torch.save(found, folder / f"{rank}.pt")
+
+
+def test_a_process_without_outputs_has_no_rows_to_send() -> None:
+    """Of four outputs, three processes have two, two and none."""
+    for shape in ((0, 5), (0,), (0, 2, 3)):
+        assert divided_outputs._matrix(torch.empty(shape)).shape == (0, math.prod(shape[1:]))
 
 
 @pytest.mark.distributed

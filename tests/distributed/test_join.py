@@ -135,6 +135,9 @@ def _refused(rank: int) -> None:
         _train([opt, wrapped], x)
     with pytest.raises(RuntimeError, match="in no DistributedDataParallel"):
         Join([optimizer(CASES["M"], network(CASES["M"]))])
+    again = DistributedDataParallel(wrapped.module)
+    with pytest.raises(RuntimeError, match="Several DistributedDataParallel"):
+        Join([again, optimizer(CASES["M"], wrapped.module)])
 
 
 def _train(joinables: list[Any], x: Tensor) -> None:

@@ -12,7 +12,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from cases import batch, cross_entropy, weights
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
@@ -106,6 +110,34 @@ def test_training_goes_on_from_a_checkpoint(name: str, solver: str, tmp_path: Pa
         getattr(each, "steps", None) for each in (*outer.optimizers, *loaded._outer.optimizers)
     ]
     assert counted == ([6, None] * 2 if name == "two optimizers" else [None] * 2)
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_training_goes_on_from_a_full_state(name: str) -> None:
+    """Without the tensors' placements, and without what is empty, as tools write it."""
+    whole = StateDictOptions(full_state_dict=True)
+    model, opt = made(name, "rmsprop", seed=0)
+    train(model, opt, range(3))
+    state, opt_state = copy.deepcopy(get_state_dict(model, opt, options=whole))
+    for rest in opt_state["param_groups"][0]["outer"]:
+        if not rest["state"]:
+            del rest["state"]
+    other, loaded = made(name, "rmsprop", seed=1)
+    given = {"model_state_dict": state, "optim_state_dict": opt_state}
+    set_state_dict(other, loaded, **given, options=whole)
+    for each, trained in ((model, opt), (other, loaded)):
+        train(each, trained, range(3, 6))
+    assert all(map(torch.equal, weights(model), weights(other)))
+
+
+def test_a_flattened_state_is_refused() -> None:
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    model, opt = made("two optimizers", "rmsprop", seed=0)
+    train(model, opt, range(1))
+    state, opt_state = get_state_dict(model, opt, options=flat)
+    given = {"model_state_dict": state, "optim_state_dict": opt_state}
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True"):
+        set_state_dict(model, opt, **given, options=flat)
 
 
 @pytest.mark.parametrize("name", OUTER)

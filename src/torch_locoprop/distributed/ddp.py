@@ -9,6 +9,7 @@ Functions here take tensors and numbers; they know neither layers nor settings.
 
 from __future__ import annotations
 
+import gc
 import zlib
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -237,11 +238,27 @@ def share_gradients(
 
 
 def wrapper_of(layers: Collection[nn.Module]) -> DistributedDataParallel | None:
-    """Return the DDP module that has all of these layers; None if there is none."""
-    for wrapper in instances(DistributedDataParallel):
-        if set(wrapper.modules()).issuperset(layers):
-            return wrapper
-    return None
+    """Return the DDP module that has all of these layers; None if there is none.
+
+    Raises:
+        RuntimeError: if there are several.
+    """
+    found = _wrappers_of(layers)
+    if len(found) > 1:  # an earlier one may be waiting for the garbage collector
+        found = []
+        gc.collect()
+        found = _wrappers_of(layers)
+    if len(found) > 1:
+        raise RuntimeError(
+            "Several DistributedDataParallel modules have this model, so the optimizer does not know "
+            "which of them the Join context is for. Keep one of them."
+        )
+    return found[0] if found else None
+
+
+def _wrappers_of(layers: Collection[nn.Module]) -> list[DistributedDataParallel]:
+    wrappers = instances(DistributedDataParallel)
+    return [each for each in wrappers if set(each.modules()).issuperset(layers)]
 
 
 def are_several() -> bool:

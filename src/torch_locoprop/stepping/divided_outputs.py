@@ -129,10 +129,15 @@ def _of_all_outputs(
     found, whole_states = dict(new), {name: dict(state) for name, state in states.items()}
     places = [(found, name) for name in new]
     places += [(s, key) for s in whole_states.values() for key in sorted(s) if key in row_state]
-    parts = [holder[key].reshape(len(holder[key]), -1) for holder, key in places]
+    parts = [_matrix(holder[key]) for holder, key in places]
     most = row_counts(d, facts.processes)[0]
     packed = gathered(padded_to(torch.cat(parts, dim=1), most), facts.group)[:d]
     columns = torch.split(packed, [part.shape[1] for part in parts], dim=1)
     for (holder, key), rows in zip(places, columns, strict=True):
         holder[key] = rows.reshape(d, *holder[key].shape[1:])
     return found, whole_states
+
+
+def _matrix(entry: Tensor) -> Tensor:
+    """Return a tensor ``[d, ...]``, possibly without rows, as ``[d, columns]``."""
+    return entry.flatten(1) if entry.dim() > 1 else entry.unsqueeze(1)

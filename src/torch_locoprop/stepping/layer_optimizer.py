@@ -402,7 +402,8 @@ class LayerOptimizer(WithFallback, Joins):
         outer = saved_outer(state_dict)
         if (outer is None) != (self._outer is None):
             raise ValueError(
-                "The state dict and this optimizer differ in apply=: one has an outer optimizer."
+                "The state dict and this optimizer differ in apply=: one has an outer optimizer. "
+                "flatten_optimizer_state_dict=True of torch.distributed.checkpoint loses its state."
             )
         for group in state_dict["param_groups"]:
             if "fallback" not in group:

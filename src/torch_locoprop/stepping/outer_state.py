@@ -80,7 +80,8 @@ def without_outer(
         theirs = {
             i: entries[name_of[p]] for i, p in _by_id(rest, optimizer) if name_of[p] in entries
         }
-        states.append({**rest, "state": {**rest["state"], **theirs}})
+        # Tools leave out what is empty.
+        states.append({**rest, "state": {**rest.get("state", {}), **theirs}})
     first = {key: value for key, value in first.items() if key != _KEY}
     return {**state_dict, "state": own, "param_groups": [first, *groups]}, states
 
