@@ -90,7 +90,7 @@ runs = {
 # By the epoch LocoProp fits the train images far better than Adam without settings, at about the same
 # test loss. **Adam with a tuned rate does well here**: the best of five rates ends at a train loss of
 # 0.051 after 10 epochs, with a lower test loss of 0.078. With five times the epochs, in about twice the
-# time, the best of three rates fits the train images better than LocoProp does.
+# time, the best of three rates fits the train images as well as LocoProp does.
 
 print(f"{'':<22}  train   test  seconds")
 for name, (model, losses, seconds) in runs.items():

@@ -130,35 +130,36 @@ def test_the_gallery_has_its_five_scripts() -> None:
 
 
 def test_what_is_said_of_the_autoencoder(site: Path) -> None:
-    """At equal epochs LocoProp ends far lower, and Adam with 60 epochs and a tuned rate is level."""
+    """At equal epochs LocoProp ends far lower; Adam with 60 epochs and a tuned rate comes near."""
     script = "plot_1_first_mlp"
     loco, adam, longer = (
         numbers(site, script, row)[:2]
         for row in ("LocoProp, 12 epochs", "Adam, 12 epochs", "Adam, 60 epochs")
     )
     assert max(loco) < 140 < 170 < min(adam)
-    assert longer[0] == pytest.approx(loco[0], rel=0.1)
-    assert longer[1] < loco[1]
+    assert loco[0] < longer[0] < 1.3 * loco[0]
+    assert 0.8 * loco[1] < longer[1] < loco[1]
 
 
 def test_what_is_said_of_the_cnn(site: Path) -> None:
-    """By the epoch LocoProp fits far better; five times the epochs and a tuned rate fit better yet."""
+    """By the epoch LocoProp fits far better; five times the epochs and a tuned rate fit as well."""
     loco, adam, longer = (
         numbers(site, "plot_2_cnn", row)[:2]
         for row in ("LocoProp, 10 epochs", "Adam, 10 epochs", "Adam, 50 epochs")
     )
     assert loco[0] < 0.3 * adam[0]
     assert loco[1] == pytest.approx(adam[1], rel=0.2)
-    assert longer[0] < 0.6 * loco[0]
+    assert longer[0] == pytest.approx(loco[0], abs=2e-3)
 
 
 def test_what_is_said_of_the_gpt(site: Path) -> None:
-    """Without settings LocoProp is far ahead of AdamW, and behind Muon with a tuned rate."""
+    """Without settings LocoProp is far ahead of AdamW, and level with Muon with a tuned rate."""
     loco, muon, adamw = (
         numbers(site, "plot_3_tiny_gpt", row)[:2] for row in ("LocoProp", "Muon and AdamW", "AdamW")
     )
     assert min(adamw) > max(loco) + 0.2
-    assert all(tuned < own < 2.44 for tuned, own in zip(muon, loco, strict=True))
+    assert loco == pytest.approx(muon, rel=0.03)
+    assert max(loco) < 2.34
 
 
 def test_what_is_said_of_a_rate_that_is_too_large(site: Path) -> None:
