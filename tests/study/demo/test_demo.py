@@ -19,7 +19,7 @@ from torch_locoprop.study.training.run_result import RunResult
 
 NAMES = ["LocoProp", "Muon", "RMSProp", "Adam"]
 # Train losses of the tiny demo with seed 0, after two epochs of one batch each.
-AT_THE_END = {"LocoProp": 495.0, "Muon": 497.1, "RMSProp": 529.3, "Adam": 378.8}
+AT_THE_END = {"LocoProp": 513.3, "Muon": 497.1, "RMSProp": 529.3, "Adam": 378.8}
 
 
 def tiny_demo(out: Path, seed: int = 0) -> dict[str, RunResult]:
