@@ -19,14 +19,14 @@ from torch_locoprop.distributed.live_objects import instances
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What is known of the pipeline to which some layers belong."""
+    """Whether the layers of a model are stages of a pipeline, and of how many processes."""
 
     is_used: bool  # all of the layers belong to stages
     has_all_processes: bool  # no other process has the same layers
 
 
 def pipeline_of(layers: Collection[nn.Module]) -> Pipeline:
-    """Return what is known of the pipeline to which layers belong.
+    """Return whether layers are in stages of a pipeline, and whether all processes are stages.
 
     All objects of this process are searched for stages, so the answer should be kept.
     """

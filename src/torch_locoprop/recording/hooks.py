@@ -119,7 +119,7 @@ class ModelHooks:
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """What is known of the pipeline to which the layers belong."""
+        """Whether the layers are stages of a pipeline; searched for once."""
         return pipeline_of(self.layers)
 
     @property
