@@ -21,9 +21,11 @@ from torch_locoprop import baselines
 from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.description import RunError
-from torch_locoprop.study.training.run_folder import RunFolder
+from torch_locoprop.study.training.population_run import train_together
+from torch_locoprop.study.training.run_folder import Metrics, RunFolder
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.tuning import campaign, spaces
+from torch_locoprop.study.tuning import search as search_module
 from torch_locoprop.study.tuning.campaign import Status, TuningResult
 from torch_locoprop.study.tuning.journal import Journal
 from torch_locoprop.study.tuning.journal_file import JournalFile
@@ -253,11 +255,22 @@ def test_an_interrupted_search_goes_on_as_if_it_had_not_been(method: str, tmp_pa
         assert mine["train_loss"] == other["train_loss"]
 
 
+def rounding_by_size(configs: Any, data: Any, on_epoch: Any) -> None:
+    """Train a population whose losses depend on its size, as rounding does, but more clearly."""
+
+    def shifted(rows: dict[int, Metrics]) -> Any:
+        shift = 1 + 1e-3 * len(rows)
+        return on_epoch({m: replace(r, train_loss=shift * r.train_loss) for m, r in rows.items()})
+
+    train_together(configs, data, shifted)
+
+
 @pytest.mark.parametrize("seed", range(2))
 def test_an_end_after_any_write_changes_nothing(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In the middle of a population some trials have results, others have been drawn or not yet."""
+    monkeypatch.setattr(search_module, "train_together", rounding_by_size)
     base = tiny.config("adam", epochs=8, warmup_epochs=1)
     options: dict[str, Any] = {"trials": 20, "population": 3, "ranges": {"lr": "1e-3:1e2"}}
     whole = search(tmp_path / "whole", base, **options).trials

@@ -117,36 +117,61 @@ class Search:
 
     def _train(self, asked: list[Trial]) -> None:
         """Train the trials, as populations where possible."""
-        groups: dict[str, list[Trial]] = defaultdict(list)
-        for trial in asked:
+        members: list[Trial | FrozenTrial] = [*self._ended_beside(asked), *asked]
+        groups: dict[str, list[Trial | FrozenTrial]] = defaultdict(list)
+        for trial in sorted(members, key=lambda trial: trial.number):
             config = self._config(trial)
             together = method_of(config) is not None
             groups[str(without_numbers(config)) if together else str(trial.number)].append(trial)
         for group in groups.values():
-            if method_of(self._config(group[0])) is None:
-                self._train_alone(group[0])
+            first = next((trial for trial in group if isinstance(trial, Trial)), None)
+            if first is None:
+                continue
+            if method_of(self._config(first)) is None:
+                self._train_alone(first)
             else:
                 self._train_together(group)
 
-    def _train_together(self, asked: list[Trial]) -> None:
+    def _ended_beside(self, asked: list[Trial]) -> list[FrozenTrial]:
+        """Return the ended trials of the populations of these trials.
+
+        The losses of a member are rounded differently in a smaller population. Trials that were put
+        back are therefore trained beside the same members as in a search that was not interrupted.
+        """
+        begun = {trial.number // self.population for trial in asked}
+        return [
+            trial
+            for trial in self.journal.trials()
+            if trial.number // self.population in begun
+            and trial.state.is_finished()
+            and "result" in trial.user_attrs
+        ]
+
+    def _train_together(self, members: list[Trial | FrozenTrial]) -> None:
         untrained: dict[int, float] = {}
 
         def on_epoch(rows: Mapping[int, Metrics]) -> list[int]:
             ended = []
             for place, row in rows.items():
+                trial = members[place]
+                if isinstance(trial, FrozenTrial):
+                    if row.epoch == trial.user_attrs["result"]["epoch"]:
+                        ended.append(place)
+                    continue
                 first = untrained.setdefault(place, row.train_loss)
-                pruned = self._prunes(asked[place], row, first)
+                pruned = self._prunes(trial, row, first)
                 if pruned or row.diverged or row.epoch == self.base.epochs:
-                    self._tell(asked[place], row, first, pruned)
+                    self._tell(trial, row, first, pruned)
                     ended.append(place)
-            self._show(len(rows), next(iter(rows.values())).epoch)
+            training = sum(isinstance(members[place], Trial) for place in rows)
+            self._show(training, next(iter(rows.values())).epoch)
             return ended
 
         try:
-            train_together([self._config(trial) for trial in asked], self.data, on_epoch)
+            train_together([self._config(trial) for trial in members], self.data, on_epoch)
         except torch.OutOfMemoryError as error:
             raise RunError(
-                f"{len(asked)} trials at a time do not fit into the memory of the device. Use a "
+                f"{len(members)} trials at a time do not fit into the memory of the device. Use a "
                 "smaller --population."
             ) from error
 
@@ -199,7 +224,7 @@ class Search:
                 self.journal.tell(trial, row.to_dict(), None if pruned else value)
         return own
 
-    def _config(self, trial: Trial) -> RunConfig:
+    def _config(self, trial: Trial | FrozenTrial) -> RunConfig:
         own = self.journal.settings(trial.params)
         return replace(self.base, settings={**self.base.settings, **own})
 
