@@ -18,12 +18,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast import cpu_gram, cpu_onednn, rmsprop_in_place
+from torch_locoprop.fast import cpu_gram, cpu_onednn
 from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.fast import cuda_streams as streams
 from torch_locoprop.fast import overlapped_weight_grads as overlap
 from torch_locoprop.fast.eligibility import transfer_in
-from torch_locoprop.fast.triton import availability, guarded_writes, local_iterations
+from torch_locoprop.fast.triton import availability, guarded_writes, local_iterations, rmsprop
 from torch_locoprop.fast.triton import matrix_products as products
 from torch_locoprop.paper.gram import Gram, full_products
 from torch_locoprop.paper.linear_map import LinearMap
@@ -90,7 +90,7 @@ def solve(
     gram = problem.through_gram(local_steps)
     joined = local_steps > 1 and not own_rule and _is_large(problem) and cpu_onednn.fits(problem)
     iterate = cpu_onednn.Joined(problem, gram) if joined else Iterate(problem, gram)
-    advance = rmsprop_in_place.advance_ if is_rmsprop else solver.advance_
+    advance = _rmsprop_in_place if is_rmsprop else solver.advance_
     return solver.iterate(iterate, states, numbers, local_steps, local_decay, advance)
 
 
@@ -103,7 +103,7 @@ def advance_(
     rate: float,
 ) -> None:
     """Update a tensor and its state in place by one step, as ``solver.advance_`` does."""
-    advance = rmsprop_in_place.advance_ if _is_rmsprop(solver) else solver.advance_
+    advance = _rmsprop_in_place if _is_rmsprop(solver) else solver.advance_
     advance(tensor, gradient, state, numbers, rate)
 
 
@@ -219,6 +219,28 @@ def _is_rmsprop(solver: FirstOrder) -> bool:
     cls = type(solver)
     is_rmsprop = isinstance(solver, RmsProp) and cls.step is RmsProp.step
     return is_rmsprop and cls.advance_ is FirstOrder.advance_
+
+
+def _rmsprop_in_place(
+    tensor: Tensor, gradient: Tensor, state: Tensors, numbers: Numbers, rate: float
+) -> None:
+    """Update a tensor and its state in place by one step of RMSProp.
+
+    One kernel on a GPU, three passes over the tensors on a CPU. The plain version is
+    :meth:`torch_locoprop.solvers.first_order.RmsProp.step`, which makes new tensors.
+    """
+    v, m = state["square"], state["momentum"]
+    own = (numbers.lr, numbers.momentum, numbers.decay, numbers.eps)
+    if _is_on_gpu(tensor) and rmsprop.fits([tensor, gradient, v, m], own):
+        in_place = rmsprop.TensorAndState(tensor, v, m)
+        rmsprop.step(in_place, in_place, gradient, numbers, rate)
+    elif True in [isinstance(number, Tensor) for number in own]:
+        RmsProp().advance_(tensor, gradient, state, numbers, rate)
+    else:
+        eta, mu, rho, eps = map(float, own)
+        v.mul_(rho).addcmul_(gradient, gradient, value=1 - rho)
+        m.mul_(mu).addcmul_(gradient, (v + eps).rsqrt_(), value=eta * rate)
+        tensor.sub_(m)
 
 
 def _is_large(problem: LocalProblem) -> bool:
