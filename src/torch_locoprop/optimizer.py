@@ -24,7 +24,7 @@ from torch_locoprop.config.groups import (
 from torch_locoprop.config.presets import Given, PresetName, resolved, warn_of_unused
 from torch_locoprop.config.settings import Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.layer_record import COMPUTED, TRANSFORMED
+from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED
 from torch_locoprop.recording.loss_inspection import OutputTransfer, given_loss, warn_of_unusual
 from torch_locoprop.recording.loss_terms import watched
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan

@@ -35,7 +35,8 @@ from torch_locoprop.recording import (
 )
 from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
 from torch_locoprop.recording.fisher_sampling import LayerOutput, send_sampled_gradients
-from torch_locoprop.recording.layer_record import COMPUTED, TRANSFORMED, LayerRecord
+from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED
 from torch_locoprop.recording.loss_graph import LossFacts, inspect_loss
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.row_gradients import has_v

@@ -111,6 +111,16 @@ def rows_per_kept_row(layer: LayerRecord, call: Call) -> float:
     return 1.0 if call.kept is None else layer.samples_of(call) / len(call.kept)
 
 
+def kept_rows(layer: LayerRecord) -> int:
+    """Return the number of rows of all calls that were kept."""
+    return sum(
+        layer.rows_of(call) // max(layer.samples_of(call), 1) * len(call.kept)
+        if call.kept is not None
+        else layer.rows_of(call)
+        for call in layer.calls
+    )
+
+
 def row_weight(layer: LayerRecord, of_each: float) -> float | Tensor:
     """Return the weight of each row in the local loss.
 

@@ -28,7 +28,7 @@ from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, joined_inputs
 from torch_locoprop.recording import node_marks, transfer_detection, weak_hook
 from torch_locoprop.recording.call import CompiledCall, CompiledGraph
-from torch_locoprop.recording.layer_record import COMPUTED
+from torch_locoprop.recording.local_layer import COMPUTED
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
 from torch_locoprop.recording.transfer_assignment import NESTED
 

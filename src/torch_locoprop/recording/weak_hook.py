@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torch_locoprop.recording import function_transforms
-from torch_locoprop.recording.layer_record import TRANSFORMED
+from torch_locoprop.recording.local_layer import TRANSFORMED
 
 if TYPE_CHECKING:
     from torch_locoprop.recording.hooks import ModelHooks

@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch_locoprop.distributed import ddp, fully_shard
+from torch_locoprop.distributed.ddp import LayerFacts
+from torch_locoprop.distributed.fully_shard import NO_GRADIENT, ShardFacts
+from torch_locoprop.recording import row_reduction
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord
 
@@ -42,7 +45,7 @@ def agree(
         own = list(trained)
         device = own[0].given[0].device
         given = None if hooks.has_joined else terms
-        known = [layer.facts for layer in own]
+        known = [_facts(layer) for layer in own]
         by_all = hooks.divides_by_all
         found, terms = ddp.agree(hooks.processes, known, given, device, by_all=by_all)
         for layer, facts in zip(own, found, strict=True):
@@ -76,7 +79,7 @@ def _exchange(layers: Sequence[LayerRecord], terms: float) -> float | None:
         RuntimeError: if a layer has a gradient in some processes only.
     """
     shards = [layer.shards for layer in layers if layer.shards is not None]
-    known = [layer.shard_facts for layer in layers]
+    known = [_shard_facts(layer) for layer in layers]
     shared, mean = fully_shard.agree(shards, known, terms, layers[0].given[0].device)
     settled = True
     for layer, facts in zip(layers, shared, strict=True):
@@ -84,7 +87,7 @@ def _exchange(layers: Sequence[LayerRecord], terms: float) -> float | None:
         first, last = min(facts.begins), max(facts.begins)
         if first == last:
             continue
-        if first == fully_shard.NO_GRADIENT:
+        if first == NO_GRADIENT:
             raise RuntimeError(
                 f"Layer {layer.name!r} has a gradient in some processes and none in others, so "
                 "they cannot solve its local problem together. Let every process call the layer "
@@ -93,3 +96,26 @@ def _exchange(layers: Sequence[LayerRecord], terms: float) -> float | None:
         layer.begin_record(first)  # gradients that were zero in all processes, not only in some
         settled = False
     return mean if settled else None
+
+
+def _facts(layer: LayerRecord) -> LayerFacts:
+    """Return what this process tells the others about a layer before its problem is solved."""
+    # A process without a batch can take part where it has had batches before.
+    empty = layer.empty_call
+    has_joined = empty is not None and any(call is empty for call in layer.calls)
+    has_rows = layer.has_rows or (has_joined and not layer.obstacle)
+    kept = row_reduction.kept_rows(layer)
+    return LayerFacts(layer.row_count, kept, has_rows, layer.has_gram, _role(layer))
+
+
+def _shard_facts(layer: LayerRecord) -> ShardFacts:
+    """Return what this process tells the others about a sharded layer."""
+    begins = layer.sharded.begins if layer.with_gradient else NO_GRADIENT
+    rows, kept = layer.row_count, row_reduction.kept_rows(layer)
+    return ShardFacts(begins, rows, kept, layer.has_rows, layer.has_gram, _role(layer))
+
+
+def _role(layer: LayerRecord) -> str:
+    """Return a text that is equal in all processes that detected the same role of a layer."""
+    name = None if layer.transfer is None else layer.transfer.name
+    return f"{name} {layer.is_output}"

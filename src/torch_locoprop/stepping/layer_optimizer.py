@@ -31,7 +31,8 @@ from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
-from torch_locoprop.recording.layer_record import LayerRecord, check_intact, check_reduced
+from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
+from torch_locoprop.recording.local_layer import check_intact
 from torch_locoprop.recording.loss_inspection import GivenLoss
 from torch_locoprop.recording.loss_terms import LossTerms
 from torch_locoprop.recording.model_scan import scan

@@ -250,7 +250,7 @@ class Part:
         of_each = 1 / (layer.row_count * facts.processes) if mean else 1.0
         own = row_reduction.row_weight(layer, of_each)
         if not isinstance(own, Tensor):
-            own = layer.like.new_full((layer.shard_facts.kept, 1), own)
+            own = layer.like.new_full((row_reduction.kept_rows(layer), 1), own)
         return self.shards.all_inputs(own, facts.kept)
 
     def _all_images(self, linear_map: ConvMap, x: Any, processes: int) -> Any:
