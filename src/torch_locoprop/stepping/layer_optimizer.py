@@ -1,6 +1,6 @@
-"""The base class of ``LocoProp``: layers and their hooks, plans, parameter groups, saving and copying.
+"""The base class of ``LocoProp``: layers and their hooks, plans, parameter groups, copying.
 
-The order of a step is in ``optimizer.py``.
+The order of a step is in ``optimizer.py``; what loading a state dict checks is in ``state_dicts.py``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import (
     BOOKKEEPING,
     EMPTY,
     Group,
     check_agreement,
-    check_division,
-    check_predictive,
-    check_structure,
     checked_group,
     restricted,
     warn_of_ignored,
@@ -33,7 +29,6 @@ from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
 from torch_locoprop.recording.local_layer import check_intact
-from torch_locoprop.recording.loss_inspection import GivenLoss
 from torch_locoprop.recording.loss_terms import LossTerms
 from torch_locoprop.recording.model_scan import scan
 from torch_locoprop.recording.transfer_assignment import (
@@ -45,19 +40,18 @@ from torch_locoprop.recording.transfer_assignment import (
 from torch_locoprop.stepping import first_step
 from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.empty_state import empty_states, hides_state
-from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, WithFallback
+from torch_locoprop.stepping.fallback_optimizer import FallbackFactory
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Plan, problems_before
-from torch_locoprop.stepping.outer_optimizer import Outer
-from torch_locoprop.stepping.outer_state import StateDict, saved_outer, with_outer, without_outer
 from torch_locoprop.stepping.requirements import (
     check_recorded_needs,
     needs_output,
     require,
     require_rows,
 )
+from torch_locoprop.stepping.state_dicts import WithStateDict
 from torch_locoprop.stepping.uneven_inputs import Joins
 
 _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a host sync
@@ -70,19 +64,16 @@ _KEPT = (
 )
 
 
-class LayerOptimizer(WithFallback, Joins):
+class LayerOptimizer(WithStateDict, Joins):
     """Base class of :class:`~torch_locoprop.LocoProp`, with all of it that is not the step itself."""
 
     _model: nn.Module
-    _components: Components
     _given: Given  # the settings and the preset of the constructor
     _given_transfers: dict[str, str | Transfer]  # by module name
-    _loss: GivenLoss  # what output_transfer= and loss_fn= tell
     _terms: LossTerms  # of the loss module that was given
     _notices: Notices
     _patterns: tuple[str, ...] | None  # of the layers to serve
     _measurements: Measurements | None
-    _outer: Outer | None
     _fallback_factory: FallbackFactory | None
     _fisher_missing: bool  # a layer had no Fisher matrix in the last step
     _attached: bool
@@ -396,56 +387,7 @@ class LayerOptimizer(WithFallback, Joins):
             rate = {"lr": group["lr"], "local_lr": float(group["lr"])}
             self.param_groups.append({"params": group["params"], **rate, "fallback": True})
 
-    # ---- saved and copied optimizers -----------------------------------------------------------
-
-    def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise if a state dict is not that of an optimizer made like this one."""
-        outer = saved_outer(state_dict)
-        if (outer is None) != (self._outer is None):
-            raise ValueError(
-                "The state dict and this optimizer differ in apply=: one has an outer optimizer. "
-                "flatten_optimizer_state_dict=True of torch.distributed.checkpoint loses its state."
-            )
-        for group in state_dict["param_groups"]:
-            if "fallback" not in group:
-                raise ValueError("This is not the state dict of a LocoProp optimizer.")
-            if not group["fallback"]:
-                self._check_loaded_group({**self.defaults, **group})
-        check_division(state_dict["param_groups"], self.param_groups)
-        check_structure(state_dict.get("structure", {}), self._structure())
-        if self._outer is not None and outer is not None:
-            self._outer.check_loadable(outer)
-
-    def _with_outer(self, state_dict: StateDict) -> StateDict:
-        """Return a state dict with the state of the outer optimizer, if there is one."""
-        if self._outer is None:
-            return state_dict
-        return with_outer(state_dict, self._outer.optimizers, self._parameters())
-
-    def _without_outer(self, state_dict: StateDict) -> tuple[StateDict, list[StateDict]]:
-        """Return the state dict of this optimizer, and those of the outer optimizers."""
-        if self._outer is None:
-            return state_dict, []
-        return without_outer(state_dict, self._outer.optimizers, self._parameters())
-
-    def _parameters(self) -> list[nn.Parameter]:
-        """Return all parameters in the order of the groups."""
-        return [p for group in self.param_groups for p in group["params"]]
-
-    def _structure(self) -> dict[str, Any]:
-        """Return what a state must have been saved with to fit: shapes, and the kind of fallback."""
-        shapes = ["×".join(map(str, p.shape)) for p in self._parameters()]
-        return {"shapes": shapes, "fallback": type(self._fallback).__name__}
-
-    def _check_loaded_group(self, group: Group) -> None:
-        try:
-            self._components.check(group)
-            check_predictive(group, self._components, self._loss.known_transfer)
-        except ValueError as error:
-            raise ValueError(
-                f"The state dict does not fit: {error} Make this optimizer with the same "
-                "components as the one that was saved."
-            ) from error
+    # ---- copied optimizers -----------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in _KEPT}
