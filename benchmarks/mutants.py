@@ -64,10 +64,14 @@ def mutants_of(source: str) -> list[Mutant]:
 
 def applied(mutant: Mutant, source: str) -> str:
     """Return the source with one change."""
-    tree = ast.parse(source)
+    return ast.unparse(changed(mutant, ast.parse(source)))
+
+
+def changed(mutant: Mutant, tree: ast.Module) -> ast.Module:
+    """Return the tree of a source with one change; all other nodes keep their lines."""
     node, field, new = list(_changes(tree))[mutant.place]
     setattr(node, field, new)
-    return ast.unparse(ast.fix_missing_locations(tree))
+    return ast.fix_missing_locations(tree)
 
 
 def _changes(tree: ast.AST) -> Iterator[tuple[Any, str, Any]]:

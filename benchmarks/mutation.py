@@ -8,12 +8,17 @@ each mutant, those that cover the changed line run in order of their duration, u
 of them, until one fails. A mutant that no test fails survives; one that runs into the limit of time is
 counted by itself. The score is killed / (killed + survived + not covered). ``--again`` tries the
 survivors of an earlier result, ``--each 3`` three mutants of every file.
+
+A mutant inside of a function is put into a process that has imported everything and collected all
+tests, which takes milliseconds; one outside of functions is imported by a process of its own, which
+takes seconds and is tried last. Outcomes are kept in ``--work``: the same command goes on where it was.
 """
 
 from __future__ import annotations
 
 import argparse
 import compileall
+import gc
 import json
 import os
 import random
@@ -23,12 +28,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from benchmarks.mutants import Mutant, applied, mutants_of
+from benchmarks.mutants_live import Swaps, live_functions, put_in, swaps
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("paper", "solvers", "stepping", "baselines")
@@ -46,13 +53,15 @@ class Coverage:
             self._measure()
         from coverage import CoverageData
 
-        self._data = CoverageData(str(work / "coverage"))
-        self._data.read()
+        data = CoverageData(str(work / "coverage"))
+        data.read()
+        self._contexts = {file: data.contexts_by_lineno(file) for file in data.measured_files()}
+        data.close()  # a forked process must not inherit the connection
         self._seconds = self._durations()
 
     def tests_of(self, file: Path, mutant: Mutant, most: float) -> list[str]:
         """Return tests that cover a mutant, the fastest first, of at most so many seconds."""
-        by_line = self._data.contexts_by_lineno(str(file))
+        by_line = self._contexts.get(str(file), {})
         lines = range(mutant.line, mutant.last_line + 1)
         contexts = {context for line in lines for context in by_line.get(line, [])}
         if contexts == {""}:  # code that runs when it is imported: every test of the file may tell
@@ -66,12 +75,18 @@ class Coverage:
             chosen.append(name)
         return chosen
 
+    def at_import(self, file: Path, mutant: Mutant) -> bool:
+        """Return True for a line that also runs when its module is imported."""
+        by_line = self._contexts.get(str(file), {})
+        return any("" in by_line.get(n, []) for n in range(mutant.line, mutant.last_line + 1))
+
     def _measure(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
         folders = [f"tests/{name}" for name in TESTS]
         options = ["-q", "-k", "not compile", "-p", "no:cacheprovider", "--cov=torch_locoprop"]
         report = ["--cov-context=test", "--cov-report=", f"--junitxml={self.work}/durations.xml"]
         environment = {**os.environ, "COVERAGE_FILE": f"{self.work.resolve()}/coverage"}
+        options += ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
         command = [sys.executable, "-m", "pytest", *folders, *options, *report]
         subprocess.run(command, cwd=ROOT, check=True, env=environment)
 
@@ -84,7 +99,7 @@ class Coverage:
         return found
 
 
-class Trials:
+class ImportedTrials:
     """Runs tests on a copy of the sources, in processes forked from one that has imported torch."""
 
     def __init__(self, work: Path) -> None:
@@ -92,56 +107,102 @@ class Trials:
         shutil.rmtree(self._copy, ignore_errors=True)
         shutil.copytree(ROOT / "src", self._copy, ignore=shutil.ignore_patterns("__pycache__"))
         compileall.compile_dir(self._copy, quiet=1)
-        os.environ |= {"PYTHONPATH": str(self._copy), "PYTHONDONTWRITEBYTECODE": "1"}
-        sys.dont_write_bytecode = True
         sys.path.insert(0, str(self._copy))
-        import hypothesis
-        import pytest  # noqa: F401
-        import scipy.optimize  # noqa: F401
-        import torch
+        os.environ["PYTHONPATH"] = str(self._copy)
 
-        torch.set_num_threads(1)
-        hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
-        hypothesis.settings.load_profile("mutants")
-        assert "torch_locoprop" not in sys.modules
-
-    def outcome(self, file: str, source: str, tests: list[str]) -> str:
-        """Return ``killed``, ``survived`` or ``timeout`` for a source in place of a file."""
-        if not tests:
-            return "not covered"
+    def outcome(self, file: str, mutant: Mutant, tests: list[str]) -> str:
+        """Return ``killed``, ``survived`` or ``timeout`` for a mutant of a file."""
         path = self._copy / "torch_locoprop" / file
         before = path.read_text()
         for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
             compiled.unlink()
-        path.write_text(source)
+        path.write_text(applied(mutant, before))
         try:
-            code = self._run(tests)
+            return outcome_of(lambda: run_pytest(tests))
         finally:
             path.write_text(before)
-        return {0: "survived", None: "timeout"}.get(code, "killed")
 
-    def _run(self, tests: list[str]) -> int | None:
-        """Return the exit code of pytest; None if it took too long."""
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            null = os.open(os.devnull, os.O_RDWR)
-            for stream in (0, 1, 2):
-                os.dup2(null, stream)
-            import pytest
 
-            quiet = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-cov"]
-            imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest began
-            os._exit(int(pytest.main([*quiet, *imported, *tests])))
-        end = time.monotonic() + LIMIT
-        while time.monotonic() < end:
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.05)
-        os.killpg(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        return None
+class LiveTrials:
+    """Runs tests in processes forked from one that has imported all modules and collected all tests.
+
+    A plugin of pytest: its loop over the collected tests is replaced by a loop over mutants.
+    """
+
+    def __init__(self, loop: Callable[[LiveTrials], None]) -> None:
+        self._loop = loop
+        self._failed = False
+
+    def pytest_runtestloop(self, session: Any) -> bool:
+        """Try all mutants."""
+        self._items = {item.nodeid: item for item in session.items}
+        self._functions = live_functions(str(ROOT / "src"))
+        gc.freeze()  # or every forked process would copy all objects when it collects garbage
+        self._loop(self)
+        return True
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Notice a failed test."""
+        self._failed |= report.failed
+
+    def outcome(self, changes: Swaps, tests: list[str]) -> str:
+        """Return ``killed``, ``survived`` or ``timeout`` for a mutant."""
+        return outcome_of(lambda: self._run(changes, [self._items[name] for name in tests]))
+
+    def _run(self, changes: Swaps, items: list[Any]) -> int:
+        put_in(changes, self._functions)
+        for item in items:
+            # Without a next test, all fixtures of this one are torn down.
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            if self._failed:
+                return 1
+        return 0
+
+
+def outcome_of(run: Callable[[], int]) -> str:
+    """Return what a function finds in a forked process: it returns 0 if no test fails."""
+    child = os.fork()
+    if child == 0:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        code = 1
+        try:
+            code = run()
+        finally:
+            os._exit(code)
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
+        time.sleep(0.01)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "timeout"
+
+
+def run_pytest(tests: list[str], plugins: list[Any] | None = None) -> int:
+    """Run tests in this process, up to the first that fails, and return the exit code."""
+    import hypothesis
+    import pytest
+
+    hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
+    hypothesis.settings.load_profile("mutants")
+    quiet = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--no-cov",
+        "-k",
+        "not compile",
+    ]
+    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest began
+    return int(pytest.main([*quiet, *imported, *tests], plugins=plugins))
 
 
 def sample(seed: int) -> Iterator[tuple[str, Mutant]]:
@@ -170,6 +231,63 @@ def survivors(result: dict[str, Any]) -> Iterator[tuple[str, Mutant]]:
             yield file, mutant
 
 
+class Outcomes:
+    """The outcomes of mutants in a file, one line for each."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.known = {key_of(row): row["outcome"] for row in map(json.loads, lines)}
+
+    def add(self, file: str, mutant: Mutant, outcome: str) -> None:
+        """Store and print the outcome of a mutant."""
+        row = {"file": file, **asdict(mutant), "outcome": outcome}
+        with open(self._path, "a") as lines:
+            lines.write(json.dumps(row) + "\n")
+        self.known[key_of(row)] = outcome
+        print(outcome, file, mutant.line, mutant.was, "->", mutant.becomes, flush=True)
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[str, int]:
+    """Return what identifies a mutant: its file, and its number in the file."""
+    return row["file"], row["place"]
+
+
+def try_all(
+    chosen: list[tuple[str, Mutant]], coverage: Coverage, outcomes: Outcomes, given: Any
+) -> None:
+    """Try all mutants without an outcome until the time is over, the fast ones first."""
+    top, end = ROOT / "src" / "torch_locoprop", time.monotonic() + 60 * given.minutes
+    live, imported = [], []
+    for file, mutant in chosen:
+        if (file, mutant.place) in outcomes.known:
+            continue
+        tests = coverage.tests_of(top / file, mutant, given.most)
+        changes = swaps(mutant, (top / file).read_text(), str(top / file))
+        if not tests:
+            outcomes.add(file, mutant, "not covered")
+        elif changes and not coverage.at_import(top / file, mutant):
+            live.append((file, mutant, tests, changes))
+        else:
+            imported.append((file, mutant, tests))
+
+    def try_live(trials: LiveTrials) -> None:
+        for file, mutant, tests, changes in live:
+            if time.monotonic() < end:
+                outcomes.add(file, mutant, trials.outcome(changes, tests))
+
+    child = os.fork()
+    if child == 0:
+        os._exit(run_pytest([f"tests/{name}" for name in TESTS], [LiveTrials(try_live)]))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code not in (0, 5):  # 5: pytest itself has run no test
+        raise RuntimeError(f"The process that tries mutants ended with {code}.")
+    trials = ImportedTrials(given.work)
+    for file, mutant, tests in imported:
+        if time.monotonic() < end:
+            outcomes.add(file, mutant, trials.outcome(file, mutant, tests))
+
+
 def main() -> None:
     """Try mutants for some time and write the score and the survivors to a file."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
@@ -182,39 +300,38 @@ def main() -> None:
     parser.add_argument("--each", type=int, help="try so many mutants of every file")
     given = parser.parse_args()
     os.chdir(ROOT)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
     coverage = Coverage(given.work)
-    trials = Trials(given.work)
     everything = list(sample(given.seed))
     chosen = everything
     if given.again is not None:
         chosen = list(survivors(json.loads(given.again.read_text())))
     if given.each is not None:
         chosen = list(of_every_file(chosen, given.each))
-    top, end = ROOT / "src" / "torch_locoprop", time.monotonic() + 60 * given.minutes
-    counts: Counter[str] = Counter()
-    lived: list[dict[str, Any]] = []
-    for file, mutant in chosen:
-        source = (top / file).read_text()
-        tests = coverage.tests_of(top / file, mutant, given.most)
-        outcome = trials.outcome(file, applied(mutant, source), tests)
-        counts[outcome] += 1
-        change = {"file": file, "line": mutant.line, "was": mutant.was, "becomes": mutant.becomes}
-        print(outcome, *change.values(), len(tests), flush=True)
-        if outcome in ("survived", "not covered"):
-            lived.append({**change, "outcome": outcome, "tests": len(tests)})
-        judged = counts["killed"] + counts["survived"] + counts["not covered"]
-        result = {
-            "command": " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]),
-            "packages": PACKAGES,
-            "mutants": len(everything),
-            "tried": sum(counts.values()),
-            **counts,
-            "score": round(counts["killed"] / max(judged, 1), 3),
-            "survivors": lived,
-        }
-        given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
-        if time.monotonic() > end:
-            break
+    import torch
+
+    torch.set_num_threads(1)
+    try_all(chosen, coverage, Outcomes(given.work / "outcomes.jsonl"), given)
+    known = Outcomes(given.work / "outcomes.jsonl").known
+    tried = [(f, m, known[f, m.place]) for f, m in chosen if (f, m.place) in known]
+    counts = Counter(outcome for _, _, outcome in tried)
+    judged = counts["killed"] + counts["survived"] + counts["not covered"]
+    result = {
+        "command": " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]),
+        "packages": PACKAGES,
+        "mutants": len(everything),
+        "tried": len(tried),
+        **counts,
+        "score": round(counts["killed"] / max(judged, 1), 3),
+        "survivors": [
+            {"file": f, "line": m.line, "was": m.was, "becomes": m.becomes, "outcome": outcome}
+            for f, m, outcome in tried
+            if outcome in ("survived", "not covered")
+        ],
+    }
+    given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    print({name: value for name, value in result.items() if name != "survivors"})
 
 
 if __name__ == "__main__":
