@@ -131,6 +131,7 @@ def _refused(rank: int) -> None:
     x = batch(0, rank)
     with pytest.raises(RuntimeError, match=r"Join\(\[model, opt\]\)"), Join([wrapped]):
         wrapped(x)
+    _a_second_context_without_the_optimizer(rank)
     with pytest.raises(RuntimeError, match="the model before the optimizer"):
         _train([opt, wrapped], x)
     with pytest.raises(RuntimeError, match="in no DistributedDataParallel"):
@@ -138,6 +139,24 @@ def _refused(rank: int) -> None:
     again = DistributedDataParallel(wrapped.module)
     with pytest.raises(RuntimeError, match="Several DistributedDataParallel"):
         Join([again, optimizer(CASES["M"], wrapped.module)])
+
+
+def _a_second_context_without_the_optimizer(rank: int) -> None:
+    """The first process has no batch in the first context, and both have one in the second."""
+    model = network(CASES["M"])
+    wrapped = DistributedDataParallel(model)
+    opt = optimizer(CASES["M"], model)
+    for batches in ((1, 1), (0, 1)):  # a context for each epoch
+        with Join([wrapped, opt]):
+            for _ in range(batches[rank]):
+                wrapped(batch(0, rank)).sum().backward()
+                opt.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    with Join([wrapped]):
+        wrapped(batch(0, rank)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"Join\(\[model, opt\]\)"):
+            opt.step()
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 def _train(joinables: list[Any], x: Tensor) -> None:

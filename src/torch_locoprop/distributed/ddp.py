@@ -23,6 +23,12 @@ from torch_locoprop.distributed.live_objects import instances
 
 _SOME_DROPPED = -(2**50)  # in place of a squared number of rows, with which no sum is a square
 
+JOIN_WITHOUT_OPTIMIZER = (
+    "The Join context of torch.distributed was entered without the optimizer, but a process that has "
+    "run out of batches has to take part in the others' local problems. Give it both, the model first: "
+    "Join([model, opt])."
+)
+
 
 class LayerFacts(NamedTuple):
     """What one process knows about a layer in this step."""
@@ -122,11 +128,7 @@ def averaging_processes(*, joins: bool) -> Any:
     if wrapper is None or torch.distributed.get_world_size(wrapper.process_group) == 1:
         return None
     if not joins and getattr(getattr(wrapper, "_join_config", None), "enable", False):
-        raise RuntimeError(
-            "The Join context of torch.distributed was entered without the optimizer, but a process "
-            "that has run out of batches has to take part in the others' local problems. Give it both, "
-            "the model first: Join([model, opt])."
-        )
+        raise RuntimeError(JOIN_WITHOUT_OPTIMIZER)
     return wrapper.process_group
 
 

@@ -24,6 +24,9 @@ class Joins(Joinable):
     param_groups: list[Group]
     _hooks: ModelHooks
     _layers: list[LayerRecord]
+    _seen_config: Any = (
+        None  # of the DDP module, in the last context that this optimizer was given to
+    )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what ``Join`` calls in a process that has run out of batches.
@@ -33,6 +36,7 @@ class Joins(Joinable):
         """
         self._hooks.wrapper = weakref.ref(self._ddp_module())
         self._hooks.processes = self.join_process_group
+        self._seen_config = None
         return _StepWithoutRows(self)
 
     @property
@@ -59,6 +63,11 @@ class Joins(Joinable):
         """Give gradients and settings to processes that have run out of batches."""
         if self._join_config.is_first_joinable:
             raise RuntimeError("Give Join the model before the optimizer: Join([model, opt]).")
+        config = self._ddp_module()._join_config  # each context makes a new one
+        if self._seen_config is None:
+            self._seen_config = config
+        if self._seen_config is not config:
+            raise RuntimeError(ddp.JOIN_WITHOUT_OPTIMIZER)
         names = [
             (group, name)
             for group in self.param_groups
