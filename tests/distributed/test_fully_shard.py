@@ -138,6 +138,7 @@ def _check_steps_that_are_no_ordinary_ones(rank: int) -> None:
     with _exchanging_weights():
         _rows_that_stand_for_others(rank)
     _polar_factors_in_several_rounds(rank)
+    _compiled_blocks(rank)
 
 
 def _no_rows_in_one_process(rank: int) -> None:
@@ -162,6 +163,27 @@ def _polar_factors_in_several_rounds(rank: int) -> None:
         train(case, several, batch_bounds(case, rank, 2), 2)
     for p, q in zip(one.parameters(), whole_tensors(several), strict=True):
         torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-10)
+
+
+def _compiled_blocks(rank: int) -> None:
+    """Blocks under ``fully_shard``, each compiled apart from the others."""
+    for name in ("M", "S", "closed form", "default"):
+        given = {"transfers": {"0.0": "tanh", "1.0": "sigmoid"}} if name == "M" else {}
+        case = Case({**CASES[name].settings, **given})
+        one, several = _blocks(), _blocks()
+        train(case, one)
+        for block in several:
+            block.compile(backend="aot_eager")  # type: ignore[no-untyped-call]
+        opt = train(case, sharded(case, several), batch_bounds(case, rank, 2), 2)
+        assert "BackProp" not in opt.summary()
+        for p, q in zip(one.parameters(), whole_tensors(several), strict=True):
+            torch.testing.assert_close(q, p.detach(), rtol=0, atol=1e-10)
+
+
+def _blocks() -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+    return nn.Sequential(first, nn.Sequential(nn.Linear(8, 6), nn.Identity())).double()
 
 
 def _first_rmsprop_step(gradient: Tensor) -> Tensor:
