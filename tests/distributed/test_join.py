@@ -142,7 +142,7 @@ def _refused(rank: int) -> None:
 
 
 def _a_second_context_without_the_optimizer(rank: int) -> None:
-    """The first process has no batch in the first context, and both have one in the second."""
+    """Contexts with the optimizer, one of them without a batch in a process, and one without it."""
     model = network(CASES["M"])
     wrapped = DistributedDataParallel(model)
     opt = optimizer(CASES["M"], model)
