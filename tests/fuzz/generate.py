@@ -246,8 +246,9 @@ def is_valid(found: Program) -> bool:
     for i in reversed(range(len(found.instructions))):
         if i + 1 in returned and found.instructions[i].op == "flatten":
             returned |= set(found.instructions[i].inputs)
-    used = any(i + 1 not in returned for value in returned for i in found.users(value))
-    if 0 in returned or used:
+    users = [i for value in returned for i in found.users(value)]
+    flat = [i for i in users if i + 1 in returned and found.instructions[i].op == "flatten"]
+    if 0 in returned or len(flat) < len(users):
         return False
     return bool(found.layers) and _trains_a_layer(found)
 
