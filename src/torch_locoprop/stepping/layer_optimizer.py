@@ -307,7 +307,7 @@ class LayerOptimizer(WithStateDict, Joins):
     def _loss_terms(self) -> float:
         """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
         found = self._hooks.loss_facts
-        facts = found.completed(self._loss.facts)
+        facts = found if self._loss.facts is None else self._loss.facts
         if not facts.sums or not self._averages:
             return 1.0
         terms = self._terms.total(self._layers)
