@@ -4,8 +4,9 @@
 
 A round is a cycle of ten steps of each: one of them renews C and its inverse. The optimizer's `step()`
 is timed, without the passes. `products` are the products, the Cholesky factor and its inverse of the
-same ten steps, on matrices of the same shapes and dtypes. Times are CPU times of one thread, rounds
-take turns, and ratios are medians over the rounds, so that other programs on the machine matter little.
+same ten steps, on matrices of the same shapes and dtypes, by the same library (oneDNN or MKL). Times
+are CPU times of one thread, rounds take turns, and ratios are medians over the rounds, so that other
+programs on the machine matter little.
 
 On CPUs that lack some instructions, products in bfloat16 need ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16.
 """
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from benchmarks.default_methods import MuonAndAdamW
 from benchmarks.default_models import autoencoder
 from torch_locoprop import LocoProp
+from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.spectral import damped_inverse, has_fast_bf16
 from torch_locoprop.study.machine import environment
 
@@ -54,11 +56,11 @@ class Products:
         """Compute the products of one step."""
         if renews:
             damped_inverse(self._x.mT @ self._x / len(self._x), 0.1, None)
-        _ = self._found @ self._inverse
+        _ = dispatch.product(self._found, self._inverse)
         for _ in range(5):
-            _ = self._factor @ self._factor.mT
-            _ = self._square @ self._square
-            _ = self._square @ self._factor
+            _ = dispatch.product(self._factor, self._factor.mT)
+            _ = dispatch.product(self._square, self._square)
+            _ = dispatch.product(self._square, self._factor)
 
 
 def gradients(model: nn.Module, x: Tensor) -> None:

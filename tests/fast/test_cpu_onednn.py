@@ -30,7 +30,7 @@ each_kind = pytest.mark.parametrize("kind", ["tanh", "sigmoid", "relu", "linear"
 @pytest.fixture(params=["oneDNN", "torch.mm"])
 def _whose_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch.mm":
-        monkeypatch.setattr(cpu_onednn, "_onednn_supports", lambda _: False)
+        monkeypatch.setattr(cpu_onednn, "onednn_supports", lambda _: False)
 
 
 with_and_without_onednn = pytest.mark.usefixtures("_whose_products")

@@ -124,7 +124,7 @@ def product(left: Tensor, right: Tensor, transfer: type[Transfer] = Linear) -> T
         transfer: the transfer f, one of :data:`TRANSFERS`.
     """
     in_place, name = TRANSFERS[transfer]
-    if not _onednn_supports(left):
+    if not onednn_supports(left):
         result, applied = left @ right.mT, False
     else:
         result = torch.ops.mkldnn._linear_pointwise(left, right, None, name, [], "")
@@ -132,7 +132,8 @@ def product(left: Tensor, right: Tensor, transfer: type[Transfer] = Linear) -> T
     return result if applied or in_place is None else in_place(result)
 
 
-def _onednn_supports(tensor: Tensor) -> bool:
+def onednn_supports(tensor: Tensor) -> bool:
+    """Return True if oneDNN computes the products of :func:`product` with a matrix as left factor."""
     enabled = bool(torch.backends.mkldnn.enabled)
     return tensor.dtype == torch.float32 and enabled and _has_onednn()
 

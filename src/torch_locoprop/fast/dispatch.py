@@ -3,6 +3,7 @@
 Every fast path computes what its plain version computes, to rounding, and is tested against it.
 
 - :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
+- :func:`product`, :func:`polar`: a matrix product and a polar factor of a spectral step;
 - :func:`finite`, :func:`write`: the check and the write of a solution;
 - ``streams``: side streams for independent layers while a CUDA graph is recorded;
 - ``graphs``: recording and replaying work as a CUDA graph;
@@ -18,13 +19,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast import cpu_gram, cpu_onednn
+from torch_locoprop.fast import cpu_gram, cpu_onednn, cpu_spectral
 from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.fast import cuda_streams as streams
 from torch_locoprop.fast import overlapped_weight_grads as overlap
 from torch_locoprop.fast.eligibility import transfer_in
 from torch_locoprop.fast.triton import availability, guarded_writes, local_iterations, rmsprop
 from torch_locoprop.fast.triton import matrix_products as products
+from torch_locoprop.paper import spectral
 from torch_locoprop.paper.gram import Gram, full_products
 from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.local_problem import LocalProblem
@@ -32,7 +34,7 @@ from torch_locoprop.paper.regularizers import Regularizer
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.paper.variants import Variant
-from torch_locoprop.solvers import FirstOrder, Numbers, RmsProp, Solver
+from torch_locoprop.solvers import FirstOrder, Numbers, RmsProp, Solver, Spectral
 from torch_locoprop.solvers.base import States
 from torch_locoprop.solvers.first_order import Iterate
 
@@ -44,6 +46,8 @@ __all__ = [
     "is_launched_alone",
     "may_have_kernels",
     "overlap",
+    "polar",
+    "product",
     "solve",
     "streams",
     "write",
@@ -75,6 +79,12 @@ def solve(
     Returns:
         The new tensors and the new states, as :meth:`torch_locoprop.solvers.Solver.solve` does.
     """
+    if isinstance(solver, Spectral) and type(solver).solve is Spectral.solve:
+        found = solver.direction(problem, states, numbers, product)
+        if found is None:
+            return problem.start, states
+        factor = polar(found.matrix, found.products)
+        return solver.displaced(problem, states, numbers, found, factor)
     if not isinstance(solver, FirstOrder) or type(solver).solve is not FirstOrder.solve:
         return solver.solve(problem, states, numbers, local_steps, local_decay)
     own_rule = type(solver).advance_ is not FirstOrder.advance_
@@ -126,6 +136,26 @@ def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gra
         with full_products(x):
             return Gram(cpu_gram.square(x), x.sum(-2), x.shape[-2])
     return Gram.of(x)
+
+
+def product(left: Tensor, right: Tensor) -> Tensor:
+    """Return ``left @ right`` as ``torch.matmul`` does."""
+    if cpu_spectral.fits(left, right.shape[-1]) and right.dtype == left.dtype:
+        return cpu_spectral.product(left, right)
+    return left @ right
+
+
+def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a polar factor as :func:`torch_locoprop.paper.spectral.polar` does.
+
+    Args:
+        matrix: a matrix, ``[..., d, n]``.
+        dtype: dtype of the matrix products; None is that of ``matrix``.
+    """
+    own = dtype is None or dtype == matrix.dtype
+    if own and cpu_spectral.fits(matrix, min(matrix.shape[-2:]) // 2):  # half of them are smaller
+        return cpu_spectral.polar(matrix)
+    return spectral.polar(matrix, dtype)
 
 
 def is_launched_alone(x: Tensor) -> bool:

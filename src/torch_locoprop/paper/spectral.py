@@ -21,8 +21,8 @@ from torch import Tensor
 from torch_locoprop.paper.tensors import Number
 
 # The quintic a·s + b·s³ + c·s⁵ raises small singular values fast and keeps large ones near one.
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-_ITERATIONS = 5
+QUINTIC = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
 
 _SMALLEST_BF16 = 128  # rows or columns from which bfloat16 is faster on a CPU
 
@@ -40,11 +40,11 @@ def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     Returns:
         The polar factor, ``[..., d, n]``, in the dtype of ``matrix``.
     """
-    a, b, c = _QUINTIC
+    a, b, c = QUINTIC
     wide = matrix.shape[-2] <= matrix.shape[-1]
     found = unit_length(matrix).to(matrix.dtype if dtype is None else dtype)
     found = found if wide else found.mT
-    for _ in range(_ITERATIONS):
+    for _ in range(ITERATIONS):
         square = found @ found.mT
         polynomial = _plus_product(b, square, c, square, square)
         found = _plus_product(a, found, 1.0, polynomial, found)
@@ -54,7 +54,7 @@ def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def polar_operations(d: int, n: int) -> int:
     """Return how many multiplications and additions :func:`polar` of a matrix ``[d, n]`` takes."""
     short, long = sorted((d, n))
-    return _ITERATIONS * (4 * short**2 * long + 2 * short**3)
+    return ITERATIONS * (4 * short**2 * long + 2 * short**3)
 
 
 def has_fast_bf16(matrix: Tensor) -> bool:

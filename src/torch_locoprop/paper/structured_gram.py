@@ -30,7 +30,7 @@ from torch_locoprop.paper.fisher import (
 from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse
-from torch_locoprop.paper.tensors import Number, Tensors, join, split
+from torch_locoprop.paper.tensors import Number, Product, Tensors, join, split
 
 STRUCTURES = ("dense", "block", "diagonal")
 
@@ -96,11 +96,11 @@ class StructuredGram:
         diagonal = self.entries.diagonal(dim1=-2, dim2=-1)
         return diagonal.flatten(-2)[..., : self.columns] if self.structure == "block" else diagonal
 
-    def times(self, left: Tensor) -> Tensor:
-        """Return ``L C`` for a matrix L of shape ``[..., d, n]``."""
+    def times(self, left: Tensor, product: Product = torch.matmul) -> Tensor:
+        """Return ``L C`` for a matrix L of shape ``[..., d, n]``, computed by ``product``."""
         if self.structure == "diagonal":
             return left * self.entries.unsqueeze(-2)
-        return self._whole(self._parts(left) @ self.entries)
+        return self._whole(product(self._parts(left), self.entries))
 
     def gradient(self, moved: Tensors) -> Tensors:
         """Return ``Δ C``, the change of a squared loss's gradient, for the displacement "weight"."""

@@ -6,7 +6,7 @@ free: K problems of one shape are ``[K, d, n]``, and a number may then be a tens
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Generator, Tensor
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 Tensors = dict[str, Tensor]
 Number = float | Tensor  # one number for all problems, or a tensor [K] with one for each
+Product = Callable[[Tensor, Tensor], Tensor]  # a matrix product; torch.matmul is the plain one
 
 
 def join(tensors: Tensors) -> Tensor:

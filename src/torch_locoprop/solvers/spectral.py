@@ -34,7 +34,7 @@ from torch_locoprop.paper.spectral import (
 )
 from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.targets import BackPropTarget
-from torch_locoprop.paper.tensors import Number, Tensors, join, split, spread
+from torch_locoprop.paper.tensors import Number, Product, Tensors, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
@@ -112,7 +112,11 @@ class Spectral(Solver):
         return self.displaced(problem, states, numbers, found, factor)
 
     def direction(
-        self, problem: LocalProblem, states: States, numbers: dict[str, Numbers]
+        self,
+        problem: LocalProblem,
+        states: States,
+        numbers: dict[str, Numbers],
+        product: Product = torch.matmul,
     ) -> Direction | None:
         """Return the first half of a step: the matrix whose polar factor the second half needs.
 
@@ -120,6 +124,7 @@ class Spectral(Solver):
             problem: the layer's local problem.
             states: for each trained tensor its state.
             numbers: learning rate and other numbers of each trained tensor.
+            product: computes the product with the inverse.
 
         Returns:
             The direction; None for a layer without inputs or outputs, which does not move.
@@ -142,7 +147,7 @@ class Spectral(Solver):
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
                 inverse = StructuredGram.beside(found, state["inverse"], may_be_padded=True)
-                found = inverse.times(found)
+                found = inverse.times(found, product)
         bf16 = problem.products == "bf16" and has_fast_bf16(gradient)
         return Direction(found, state, torch.bfloat16 if bf16 else None)
 

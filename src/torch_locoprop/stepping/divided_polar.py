@@ -16,7 +16,8 @@ from torch import Tensor
 from torch_locoprop.distributed.ddp import Exchange
 from torch_locoprop.distributed.divided_matrices import MATRICES, applied, computed
 from torch_locoprop.distributed.fully_shard import Shards
-from torch_locoprop.paper.spectral import polar, polar_operations
+from torch_locoprop.fast import dispatch
+from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.paper.tensors import Tensors, join
 from torch_locoprop.solvers import Spectral
 from torch_locoprop.solvers.base import States
@@ -50,7 +51,10 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
     Args:
         layers: the problems of the same layers in all processes.
     """
-    found = [_solver(each).direction(each.problem, each.states, each.numbers) for each in layers]
+    found = [
+        _solver(each).direction(each.problem, each.states, each.numbers, dispatch.product)
+        for each in layers
+    ]
     moving = [i for i, direction in enumerate(found) if direction is not None]
     # One exchange is for the same processes and numbers of one dtype.
     alike: dict[object, list[int]] = {}
@@ -72,7 +76,7 @@ def _polar_factors(directions: Sequence[Direction], layers: Sequence[Posed]) -> 
     given = [each.matrix for each in directions]
 
     def factor(i: int, matrix: Tensor) -> Tensor:
-        return polar(matrix, directions[i].products)
+        return dispatch.polar(matrix, directions[i].products)
 
     exchange = _exchange(layers[0])
     if exchange is not None:
