@@ -129,8 +129,7 @@ class LocoProp(LayerOptimizer):
         defaults = self._components.check(resolved(given, preset) | BOOKKEEPING)
         solver = self._components.solver(defaults)
         warn_of_unused(given, solver)
-        if solver.over_fallback is not None:
-            self._fallback_rate = float(defaults["lr"]) / solver.over_fallback
+        self._plan_fallback(solver, defaults)
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
         checked = [self._checked(BOOKKEEPING | self._given.group(group)) for group in groups]
         wanted = {p for group in checked for p in group["params"]}

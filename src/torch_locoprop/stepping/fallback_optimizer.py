@@ -6,12 +6,15 @@ Which parameters these are is decided in ``recording/model_scan.py``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
 
 from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.solvers import Solver, Spectral
+from torch_locoprop.stepping.spectral_adamw import SpectralAdamW, hidden_matrices, matrix_group
 
 # ε of the AdamW that is made: far below usual gradients, so that the scale of the loss does not matter,
 # and above the root of float32's smallest number, so that no step grows where squares are rounded to 0.
@@ -28,10 +31,24 @@ class WithFallback(torch.optim.Optimizer):
     parameters.
     """
 
+    _model: nn.Module
     _fallback: torch.optim.Optimizer | None
-    _fallback_rate: float = (
-        1e-3  # learning rate of the AdamW that is made if the user gives no fallback
-    )
+    # Of the optimizer that is made if the user gives no fallback: the learning rate of AdamW, and the
+    # numbers of the spectral step of matrices; None trains these with AdamW too.
+    _fallback_rate: float = 1e-3
+    _matrix_group: Mapping[str, Any] | None = None
+
+    def _plan_fallback(self, solver: Solver, settings: Mapping[str, Any]) -> None:
+        """Derive the numbers of the fallback that may be made from those of the local problems.
+
+        Args:
+            solver: the solver of the local problems.
+            settings: their settings.
+        """
+        if solver.over_fallback is not None:
+            self._fallback_rate = float(settings["lr"]) / solver.over_fallback
+        if isinstance(solver, Spectral):
+            self._matrix_group = matrix_group(solver, settings)
 
     def _add_to_fallback(self, params: list[nn.Parameter], factory: FallbackFactory | None) -> None:
         """Give parameters to the fallback, which is made if there is none yet.
@@ -50,10 +67,14 @@ class WithFallback(torch.optim.Optimizer):
             )
         if not params:
             return
+        groups: list[dict[str, Any]] = [{"params": params}]
+        if factory is None and self._matrix_group is not None:
+            groups = _with_matrices(params, hidden_matrices(self._model), self._matrix_group)
         if self._fallback is not None:
-            self._fallback.add_param_group({"params": params})
+            for group in groups:
+                self._fallback.add_param_group(group)
         else:
-            self._fallback = make_fallback(factory, params, self._fallback_rate)
+            self._fallback = make_fallback(factory, params, self._fallback_rate, groups)
             self.state.update(self._fallback.state)
         for group in self._fallback.param_groups:
             if not any(group is own for own in self.param_groups):
@@ -105,8 +126,20 @@ def check_recorded(layers: Iterable[LayerRecord]) -> None:
         )
 
 
+def _with_matrices(
+    params: list[nn.Parameter], matrices: set[nn.Parameter], numbers: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return a group of all other parameters and one of the matrices; no empty ones."""
+    others = {"params": [p for p in params if p not in matrices]}
+    own = {"params": [p for p in params if p in matrices], **numbers}
+    return [group for group in (others, own) if group["params"]]
+
+
 def make_fallback(
-    factory: FallbackFactory | None, params: list[nn.Parameter], rate: float
+    factory: FallbackFactory | None,
+    params: list[nn.Parameter],
+    rate: float,
+    groups: list[dict[str, Any]],
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters without a local problem.
 
@@ -114,19 +147,26 @@ def make_fallback(
         factory: the user's ``fallback=``; None makes AdamW, with a warning.
         params: the parameters without a local problem.
         rate: the learning rate of that AdamW.
+        groups: these parameters as groups; those with ``spectral`` take the spectral step.
 
     Raises:
         TypeError: if ``factory`` does not return a suitable optimizer.
         ValueError: if the optimizer does not train exactly ``params``.
     """
     if factory is None:
+        matrices = [p for group in groups if "spectral" in group for p in group["params"]]
         trained = sum(p.requires_grad for p in params)
         if trained:
+            how = f"AdamW(lr={rate:g})"
+            if moved := sum(p.requires_grad for p in matrices):
+                how += f"; {moved} of them are matrices and take spectral steps without inputs"
             warnings.warn(
-                f"{trained} parameters have no local problem and get AdamW(lr={rate:g}). Pass "
+                f"{trained} parameters have no local problem and get {how}. Pass "
                 "fallback= to choose another optimizer. print(opt.summary()) lists these parameters.",
                 stacklevel=4,
             )
+        if matrices:
+            return SpectralAdamW(groups, rate, _EPS)
         return torch.optim.AdamW(params, lr=rate, eps=_EPS)
     fallback = factory(params)
     if isinstance(fallback, torch.optim.LBFGS):

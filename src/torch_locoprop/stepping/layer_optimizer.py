@@ -60,7 +60,7 @@ _LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a hos
 _KEPT = (
     *("_model", "_components", "_given", "_given_transfers", "_loss", "_fallback", "_outer"),
     *("_apply", "_patterns", "_measurements", "_replays", "_notices", "_fisher_missing"),
-    *("_fallback_rate", "_terms"),
+    *("_fallback_rate", "_matrix_group", "_terms"),
 )
 
 
