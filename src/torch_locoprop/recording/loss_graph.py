@@ -15,17 +15,22 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from torch_locoprop.recording.node_marks import KEY, MODEL_OUTPUT, is_transparent, node_notes
-from torch_locoprop.recording.node_transfers import output_shape
+from torch_locoprop.recording.node_transfers import output_shape, softmax_dimension
 
 _MEAN, _SUM = 1, 2  # the values of a reduction in PyTorch's autograd nodes
 _WRITTEN_OUT = {"SumBackward": _SUM, "MeanBackward": _MEAN}
 _BY_ROW = ("NllLoss", "MultiMargin", "MultilabelMargin")  # losses with a term for each row
+# What happened to a node's output on its way to the loss.
+_UNCHANGED, _MULTIPLIED, _CHANGED = range(3)
+# Operations that leave a sum one. PyTorch's own code alone multiplies by MulBackward1: label smoothing
+# adds shares of two sums over the same rows.
+_SIGNED_SUMS = ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward1")
 
 
 class LossFacts(NamedTuple):
     """What the autograd graph of a loss tells about its terms."""
 
-    sums: bool | None  # True: it sums its terms; False: it averages them; None: not known
+    sums: bool | None  # True: it sums its terms; False: it averages or divides; None: not known
     by_row: bool | None  # True: a term for each row; False: for each element; None: not known
     terms: int | None = None  # how many terms it sums, if one sum is all of it
 
@@ -37,62 +42,92 @@ class LossFacts(NamedTuple):
             by_row = self.by_row or sizes.get(self.terms)
         return LossFacts(self.sums, by_row)
 
+    def completed(self, given: LossFacts | None) -> LossFacts:
+        """Return these facts of the loss that is trained, with given ones in place of unknown ones."""
+        if given is None or self.sums is None:
+            return given or self
+        return self if self.by_row is not None else self._replace(by_row=given.by_row)
+
 
 class _Reduction(NamedTuple):
     """A node that sums or averages the terms of a loss."""
 
-    kind: int | None  # _MEAN or _SUM; None for a sum that is changed afterwards: it may be a mean
+    kind: int  # _MEAN or _SUM
     by_row: bool | None
-    terms: int | None
+    terms: int | None  # None for a sum that is multiplied afterwards
+
+    def after(self, change: int) -> _Reduction:
+        """Return what is known of the reduction if its result was changed on its way to the loss."""
+        if self.kind == _MEAN or change == _UNCHANGED:
+            return self
+        if change == _MULTIPLIED:
+            return _Reduction(_SUM, None, None)
+        return self._replace(kind=_MEAN)
 
 
 def inspect_loss(loss: Tensor) -> LossFacts:
     """Return what the autograd graph of a loss tells about its terms.
 
-    A sum that is changed afterwards, for example divided by the number of terms, may be a mean: its
-    autograd graph does not tell. Sums that are written out count if none of PyTorch's losses is there,
-    because they may be penalties.
+    A sum that is divided afterwards counts as a mean: its autograd graph does not tell by what. A sum
+    that is multiplied counts as one of an unknown number of terms. Sums that are written out count if
+    none of PyTorch's losses is there, because they may be penalties.
     """
     own, written_out = [], []
-    seen: set[tuple[Node, bool]] = set()
-    stack = [(loss.grad_fn, True)]  # nodes; True if the node's output enters the loss unchanged
+    seen: set[tuple[Node, int]] = set()
+    stack = [(loss.grad_fn, _UNCHANGED)]
     while stack:
-        node, unchanged = stack.pop()
-        if node is None or (node, unchanged) in seen or _is_layer(node):
+        node, change = stack.pop()
+        if node is None or (node, change) in seen or _is_layer(node):
             continue
-        seen.add((node, unchanged))
+        seen.add((node, change))
         kind = getattr(node, "_saved_reduction", None)
         if kind is not None:
-            own.append(_reduction(node, kind, unchanged))
+            if kind in (_MEAN, _SUM):
+                own.append(_reduction(node, kind).after(change))
             continue
         kind = _written_out(node)
         if kind is not None and _reaches_layer(node):
-            terms = math.prod(node._saved_self_sym_sizes)  # type: ignore[attr-defined]
-            changed = None if kind == _SUM and not unchanged else kind
-            written_out.append(_Reduction(changed, None, terms))
-        same = node.name() in ("AddBackward0", "SubBackward0") or is_transparent(node)
-        stack += [(below, unchanged and same) for below, _ in node.next_functions]
+            written_out.append(_written_reduction(node, kind).after(change))
+        if node.name() == "MulBackward0":
+            change = max(change, _MULTIPLIED)
+        elif node.name() not in _SIGNED_SUMS and not is_transparent(node):
+            change = _CHANGED
+        stack += [(below, change) for below, _ in node.next_functions]
     return _facts(own or written_out)
 
 
 def _facts(found: list[_Reduction]) -> LossFacts:
     """Return what all reductions of a loss have in common."""
     kinds, by_row = {each.kind for each in found}, {each.by_row for each in found}
-    sums = None if len(kinds) != 1 or not kinds <= {_MEAN, _SUM} else _SUM in kinds
-    if sums and len(by_row) > 1:
-        sums = None
+    sums = None if len(kinds) != 1 else _SUM in kinds
     terms = found[0].terms if len(found) == 1 else None
-    return LossFacts(sums, by_row.pop() if len(by_row) == 1 else False, terms)
+    if len(by_row) == 1:
+        return LossFacts(sums, by_row.pop(), terms)
+    return LossFacts(sums, None if sums else False, terms)
 
 
-def _reduction(node: Node, kind: Any, unchanged: bool) -> _Reduction:
+def _reduction(node: Node, kind: int) -> _Reduction:
     """Return the reduction of one of PyTorch's losses; those of classes take rows of scores."""
     by_row = node.name().startswith(_BY_ROW)
     below = node.next_functions[0][0]
     shape = [] if below is None else output_shape(below)
     features = shape[min(1, len(shape) - 1)] if by_row and shape else 1
     terms = math.prod(shape) // max(features, 1) if shape else None
-    return _Reduction(kind if unchanged or kind == _MEAN else None, by_row, terms)
+    return _Reduction(kind, by_row, terms)
+
+
+def _written_reduction(node: Any, kind: int) -> _Reduction:
+    """Return the reduction of a node that sums or averages what is computed from a model's output.
+
+    A cross-entropy that is written out, ``-(y * log_softmax(a)).sum()``, has a term for each row.
+    """
+    terms = math.prod(node._saved_self_sym_sizes)
+    for below in _below(node):
+        if below.name() == "LogSoftmaxBackward0":
+            shape = output_shape(below)
+            rows = math.prod(shape) // max(shape[softmax_dimension(below)], 1)
+            return _Reduction(kind, True, min(terms, rows))
+    return _Reduction(kind, None, terms)
 
 
 def _written_out(node: Node) -> int | None:

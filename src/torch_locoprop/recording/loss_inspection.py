@@ -123,8 +123,10 @@ def given_loss(
             f"output_transfer={output.name!r} contradicts loss_fn={name}, which has the transfer "
             f"{inside.name!r} inside. Leave output_transfer= out."
         )
-    facts = LossFacts(getattr(loss_fn, "reduction", "") == "sum", name in _OF_CLASSES)
-    return GivenLoss(output, inside, facts)
+    reduction = getattr(loss_fn, "reduction", "mean")
+    if reduction == "none":  # the loop sums or averages
+        return GivenLoss(output, inside)
+    return GivenLoss(output, inside, LossFacts(reduction == "sum", name in _OF_CLASSES))
 
 
 def warn_of_unusual(output_transfer: str | Transfer | None) -> None:

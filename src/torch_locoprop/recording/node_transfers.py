@@ -144,6 +144,13 @@ def _clamp(low: float | None, high: float | None) -> Transfer | None:
 
 def _softmax(node: Any) -> Transfer | None:
     """Return softmax if a node computes it over the last dimension; otherwise None."""
+    rank = len(output_shape(node))
+    return transfers.Softmax() if rank and softmax_dimension(node) == rank - 1 else None
+
+
+def softmax_dimension(node: Any) -> int:
+    """Return the dimension over which a node computes softmax or its logarithm, counted from 0."""
     dimension, rank = node._saved_dim, len(output_shape(node))
     # Autograd stores the dimension as an unsigned number: -1 may be 2**64 - 1.
-    return transfers.Softmax() if dimension in (rank - 1, 2**64 - 1, -1) else None
+    signed = dimension - 2**64 if dimension >= 2**63 else dimension
+    return int(signed + rank if signed < 0 else signed)

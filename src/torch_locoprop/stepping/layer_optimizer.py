@@ -306,9 +306,11 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def _loss_terms(self) -> float:
         """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
+        if not self._averages:
+            return 1.0
         found = self._hooks.loss_facts
-        facts = found if self._loss.facts is None else self._loss.facts
-        if not facts.sums or not self._averages:
+        facts = found.completed(self._loss.facts)
+        if not facts.sums:
             return 1.0
         terms = self._terms.total(self._layers)
         if terms is None and all(len(layer.passes) == 1 for layer in self._layers if layer.calls):

@@ -236,6 +236,81 @@ def test_a_sum_written_by_hand(make: Callable[[], nn.Module], loss: Any, closure
     assert_close(*results)
 
 
+def reduced_later(output: Tensor, y: Tensor, reduction: str) -> Tensor:
+    return getattr(F.cross_entropy(output, y, reduction="none"), reduction)()
+
+
+def picked(output: Tensor, y: Tensor, reduction: str) -> Tensor:
+    chosen = F.log_softmax(output, -1).gather(-1, y[..., None])
+    return -getattr(chosen, reduction)()
+
+
+def with_soft_labels(output: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """Return the cross-entropy written out: a term for each row, although all classes are summed."""
+    terms = F.one_hot(y, 5) * F.log_softmax(output, -1)
+    return -terms.sum() if reduction == "sum" else -terms.sum(-1).mean()
+
+
+def soft_labels(output: Tensor, y: Tensor, reduction: str) -> Tensor:
+    labels = 0.9 * F.one_hot(y, 5).to(output.dtype) + 0.02
+    return F.cross_entropy(output, labels, reduction=reduction)
+
+
+WRITTEN_OUT = [
+    *(reduced_later, picked, with_soft_labels, soft_labels),
+    partial(F.cross_entropy, label_smoothing=0.1),
+]
+
+
+@pytest.mark.parametrize("closure", [True, False])
+@pytest.mark.parametrize("loss", WRITTEN_OUT)
+def test_forms_of_the_cross_entropy(loss: Any, closure: bool) -> None:
+    results = []
+    for reduction in ("mean", "sum"):
+        own = partial(loss, reduction=reduction)
+        model = network(sizes=(6, 7, 5))
+        results.append(ends(model, own, ROWS, CLASSES.clamp_min(0), closure))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("closure", [True, False])
+def test_a_sum_that_is_multiplied_is_told(closure: bool) -> None:
+    """The factor may be one over the number of terms."""
+
+    def halved(output: Tensor, y: Tensor) -> Tensor:
+        return 0.5 * F.mse_loss(output, y, reduction="sum")
+
+    with pytest.warns(UserWarning, match="That number is not known"):
+        ends(network(sizes=(6, 7, 5)), halved, ROWS, batch(12, 5), closure)
+
+
+def test_sums_of_different_terms_are_told() -> None:
+    def mixed(output: Tensor, y: Tensor) -> Tensor:
+        squares = F.mse_loss(output, batch(12, 5), reduction="sum")
+        return F.cross_entropy(output, y, reduction="sum") + squares
+
+    with pytest.warns(UserWarning, match="That number is not known"):
+        ends(network(sizes=(6, 7, 5)), mixed, ROWS, CLASSES.clamp_min(0), closure=True)
+
+
+@pytest.mark.parametrize("given", ["mean", "sum", "none"])
+@pytest.mark.parametrize("divided", [False, True])
+def test_the_loss_that_a_closure_trains_comes_before_the_given_one(
+    given: str, divided: bool
+) -> None:
+    """A loss may be given for its transfer, while the loop reduces it in another way."""
+
+    def summed(output: Tensor, y: Tensor) -> Tensor:
+        terms = F.cross_entropy(output, y, reduction="none").sum()
+        return terms / len(y) if divided else terms
+
+    y = CLASSES.clamp_min(0)
+    expected = ends(network(sizes=(6, 7, 5)), nn.CrossEntropyLoss(), ROWS, y)
+    loss_fn = nn.CrossEntropyLoss(reduction=given)
+    found = ends(network(sizes=(6, 7, 5)), summed, ROWS, y, closure=True, given=loss_fn)
+    assert_close(found, expected)
+
+
 @pytest.mark.parametrize(
     "loss", [partial(F.cross_entropy, reduction="sum"), partial(by_hand, reduction="sum")]
 )
