@@ -13,9 +13,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
+from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.gram import FULL, Structure
-from torch_locoprop.paper.spectral import polar
-from torch_locoprop.stepping import divided_polar
 from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS
 
 REDUCTIONS = (torch.ops.c10d.allreduce_,)
@@ -110,7 +109,8 @@ def check_counts(rank: int, world: int) -> None:
         for step in range(12 if "spectral" in name else 2):
             x = torch.rand(size, 6).double()[part]
             loss_of(case, model(x), x).backward()  # type: ignore[no-untyped-call]
-            with Counted() as counted, patch.object(divided_polar, "polar", wraps=polar) as factors:
+            counting = patch.object(dispatch, "polar", wraps=dispatch.polar)
+            with Counted() as counted, counting as factors:
                 opt.step()
             opt.zero_grad()
             owned = OWNERS.count(rank) if "spectral" in name else 0
