@@ -21,3 +21,8 @@ def reaches_ordinary_autograd(tensor: Tensor) -> bool:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor.requires_grad
+
+
+# ``torch.autograd.grad(..., is_grads_batched=True)``, as ``jacobian(vectorize=True)`` uses it.
+is_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
+"""Return True for the gradient of several backward passes in one, which adds to no ``.grad``."""

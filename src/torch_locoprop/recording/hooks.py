@@ -407,8 +407,9 @@ def _recorder(
 
     def record(gradients: tuple[Tensor, ...]) -> None:
         alive = weak()
-        if alive is not None and gradients[0] is not None:
-            alive._record(layer, pending, gradients[0].detach())
+        g = gradients[0]
+        if alive is not None and g is not None and not function_transforms.is_batched(g):
+            alive._record(layer, pending, g.detach())
 
     return record
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import Node
 
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.transfers import Transfer
+from torch_locoprop.recording.function_transforms import is_batched
 from torch_locoprop.recording.node_marks import (
     KEY,
     LAYER_INPUT,
@@ -188,8 +189,9 @@ def _recorder(mark: Mark) -> Callable[[tuple[Tensor, ...]], None]:
     """Return a hook that keeps a node's output gradient in its mark."""
 
     def record(gradients: tuple[Tensor, ...]) -> None:
-        if gradients[0] is not None:
-            mark.gradient = gradients[0].detach()
+        g = gradients[0]
+        if g is not None and not is_batched(g):
+            mark.gradient = g.detach()
 
     return record
 
