@@ -222,3 +222,29 @@ def test_state_and_weights_are_written_in_place() -> None:
     again = [p.data_ptr() for p in model.parameters()]
     again += [t.data_ptr() for state in opt.state.values() for t in state.values()]
     assert places == again
+
+
+class OwnsItsOptimizer(nn.Module):
+    def __init__(self, inside: bool) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 3))
+        self.opt = LocoProp(self.net if inside else self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.net(x)
+        return out
+
+
+def test_a_copy_of_a_model_that_holds_its_own_optimizer_says_what_to_do() -> None:
+    with pytest.raises(RuntimeError, match="Keep the optimizer outside of the model"):
+        copy.deepcopy(OwnsItsOptimizer(inside=False))
+
+
+def test_a_copy_of_a_model_with_an_optimizer_for_a_part_trains_the_copy() -> None:
+    model = OwnsItsOptimizer(inside=True)
+    before = model.net[0].weight.detach().clone()
+    other = copy.deepcopy(model)
+    other(torch.rand(5, 4)).square().mean().backward()
+    other.opt.step()
+    assert not torch.equal(other.net[0].weight, before)
+    assert torch.equal(model.net[0].weight, before)

@@ -97,6 +97,16 @@ def newcomers(
     return found
 
 
+def check_complete(model: nn.Module) -> None:
+    """Raise ``RuntimeError`` if a model is copied or loaded while its own optimizer is."""
+    if "_modules" not in vars(model):
+        raise RuntimeError(
+            f"A {type(model).__name__} cannot be copied or pickled while it holds the optimizer that "
+            "was made for all of it. Keep the optimizer outside of the model, or make it for a module "
+            "inside: LocoProp(self.net)."
+        )
+
+
 def check_any_served(served: Sequence[LayerRecord], unserved: Sequence[Unserved]) -> None:
     """Raise ``ValueError``, with reasons, if no layer of the model has a local problem."""
     if not served:

@@ -101,7 +101,8 @@ class _Cleaner:
 
     def __del__(self) -> None:
         for module in self.modules:
-            remove_inert(module)
+            if "_forward_hooks" in vars(module):  # a copy that failed has none
+                remove_inert(module)
 
 
 def hook_for(owner: Any, method: str, module: nn.Module) -> WeakHook:

@@ -30,7 +30,7 @@ from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
 from torch_locoprop.recording.local_layer import check_intact
 from torch_locoprop.recording.loss_terms import LossTerms
-from torch_locoprop.recording.model_scan import scan
+from torch_locoprop.recording.model_scan import check_complete, scan
 from torch_locoprop.recording.transfer_assignment import (
     contradiction,
     decide_all,
@@ -403,5 +403,6 @@ class LayerOptimizer(WithStateDict, Joins):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         if "_model" in state:
+            check_complete(self._model)
             self._attach()
             self._link_fallback()
