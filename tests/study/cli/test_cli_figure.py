@@ -20,7 +20,8 @@ from torch_locoprop.study.training.run_result import result_of
 
 COMMAND = import_module("torch_locoprop.study.cli.figure")  # the package has the function
 TASK = {"dataset": "curves", "model": "784-6-3", "batch_size": 20, "epochs": 2}
-PEERS = ["--without", "soap", "--without", "muon", "--without", "exact-s-muon"]
+NEWER = ("soap", "muon", "exact-s-muon", "locoprop-spectral")
+PEERS = [word for name in NEWER for word in ("--without", name)]
 FEW = [*PEERS, "--without", "locoprop-s", "--without", "kfac@2"]
 
 

@@ -15,6 +15,7 @@ import mini_study as mini
 import pytest
 import torch
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.equal_budgets import plan, study, summary, trials, workers
 from torch_locoprop.study.equal_budgets.study import How, Study, StudyDescription, stored
 from torch_locoprop.study.equal_budgets.task_study import Budget, SearchImages, TaskStudy
@@ -96,6 +97,19 @@ def test_the_second_half_is_around_the_best_of_the_first(tmp_path: Path) -> None
         center = trials.position(first[1]["settings"][name], domain)
         for trial in second:
             assert abs(trials.position(trial["settings"][name], domain) - center) <= 0.126
+
+
+@pytest.mark.parametrize("method", methods.names())
+@pytest.mark.parametrize("end", [0.0, 1.0])
+def test_settings_beyond_the_ends_of_the_space_are_valid(method: str, end: float) -> None:
+    content = trials.empty({}, [method])
+    space = trials.space_of(content, method)
+    best = {name: trials._at(end, domain) for name, domain in space.items()}
+    line = {"method": method, "seed": 0, "diverged": False, "train_loss": 1.0, "settings": best}
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2))
+    for trial in trials.around(content, [line], method, 8):
+        if not methods.get(method).missing_package:
+            RunConfig(method, trial["settings"]).build_optimizer(model)
 
 
 def test_diverged_trials_count_and_a_method_without_any_other_ends(tmp_path: Path) -> None:

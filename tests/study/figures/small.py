@@ -26,6 +26,7 @@ SCALE: Scale = replace(
     note="small",
 )
 IMAGES = Images(counts=(40, 10))
+NEWER = ("soap", "muon", "exact-s-muon", "locoprop-spectral")
 
 
 class Deadly(Images):
@@ -42,7 +43,7 @@ def order(folder: Path, **values: Any) -> FigureRequest:
         "place": Place(),
         "folders": (folder / "runs",),
         "out": folder / "figures",
-        "without": ("soap", "muon", "exact-s-muon"),
+        "without": NEWER,
     }
     return FigureRequest(**{**fields, **values})
 

@@ -1,8 +1,10 @@
 """Figures in print: fonts, lines that are told apart without colour, frames, titles and captions."""
 
+import math
 import re
 import zlib
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +117,38 @@ def test_markers_of_different_lines_are_staggered() -> None:
     # The end of a line always has a marker; lines of eleven points cannot differ in all others.
     assert set(first.get_markevery()) != set(second.get_markevery())
     assert first.get_markevery()[-1] == second.get_markevery()[-1] == len(FALLING) - 1
+
+
+@pytest.mark.parametrize("count", [2, 5, 13])
+def test_no_marker_lies_on_that_of_the_end(count: int) -> None:
+    losses = [100.0 - epoch / 2 for epoch in range(101)]
+    names = methods.names()[:count]
+    for drawn in curves(picture([line(name, found(name, losses)) for name in names]).axes[0]):
+        marks = drawn.get_markevery()
+        assert marks[-1] == 100
+        assert 5 < 100 - marks[-2] < 30
+
+
+def test_the_methods_of_the_figures_have_colours_that_can_be_told_apart() -> None:
+    """At least 20 apart in CIELAB, where 2.3 can just be seen side by side."""
+    compared = (*catalog.COMPARED, "kfac", "shampoo", *catalog.newer_methods())
+    assert "locoprop-spectral" in compared
+    for one, other in combinations(compared, 2):
+        first, second = (_lab(methods.colour(name)) for name in (one, other))
+        assert math.dist(first, second) > 20, (one, other)
+
+
+def _lab(colour: str) -> tuple[float, float, float]:
+    """Return L, a and b of a colour `#rrggbb`, for the white of D65."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
+    xyz = (
+        (0.4124 * r + 0.3576 * g + 0.1805 * b) / 0.9505,
+        0.2126 * r + 0.7152 * g + 0.0722 * b,
+        (0.0193 * r + 0.1192 * g + 0.9505 * b) / 1.089,
+    )
+    x, y, z = (t ** (1 / 3) if t > (6 / 29) ** 3 else t / (3 * (6 / 29) ** 2) + 4 / 29 for t in xyz)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
 
 
 def test_lines_that_coincide_are_drawn_with_gaps() -> None:

@@ -302,6 +302,7 @@ def test_the_summary_names_the_best_the_margin_and_the_best_on_test_images(tmp_p
     made(tmp_path / "c", [9.0, 6.0], seed=1)
     (task,) = tasks_in(tmp_path)
     assert comparison.cautions(task) == ["The difference is within the range of the seeds."]
+    assert "level with" in comparison.summary(task)
     made(tmp_path / "d", [9.0, 100.0], seed=2)
     (task,) = tasks_in(tmp_path)
     assert "Seeds of adam end far apart: 4.00 to 100.00." in comparison.cautions(task)

@@ -214,7 +214,8 @@ def _near(value: Any, u: float, domain: Domain) -> Any:
         place = domain.values.index(value)
         return _at(u, Choices(domain.values[max(place - 1, 0) : place + 2]))
     assert isinstance(domain, Span)
-    return _at(position(value, domain) + WIDTH * (u - 0.5), domain)
+    setting = _at(position(value, domain) + WIDTH * (u - 0.5), domain)
+    return max(setting, 0.0) if domain.of_rest else setting  # no average has a negative factor
 
 
 def _trial(method: str, number: int, seed: int, settings: dict[str, Any]) -> Trial:

@@ -222,14 +222,18 @@ def _line(axes: Axes, panel: Panel, line: Drawn, look: Look, stagger: float) -> 
 
 
 def _marked(x: Floats, losses: Floats, top: float, stagger: float) -> list[int]:
-    """Return the points with a marker: evenly spaced where the line is visible, and its end."""
+    """Return the points with a marker: evenly spaced where the line is visible, and its end.
+
+    A marker that would lie on that of the end is left out.
+    """
     with np.errstate(invalid="ignore"):
         visible = np.flatnonzero(losses <= top)
     if not visible.size:
         return []
     first, last = x[visible[0]], x[visible[-1]]
     wanted = first + (last - first) * (np.arange(MARKS) + stagger) / MARKS
-    nearest = {int(visible[np.abs(x[visible] - each).argmin()]) for each in wanted}
+    apart = wanted[last - wanted >= (last - first) / (2 * MARKS)]
+    nearest = {int(visible[np.abs(x[visible] - each).argmin()]) for each in apart}
     return sorted(nearest | {int(visible[-1])})
 
 

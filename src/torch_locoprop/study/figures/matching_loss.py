@@ -108,6 +108,6 @@ def _losses(axes: Axes, transfer: Transfer, title: str) -> None:
         look: dict[str, Any] = {"color": shade, "ls": dashes, "lw": width, "marker": marker}
         at = [int((a_hat - a).abs().argmin())]
         value = losses(transfer, a, a_hat)
-        axes.plot(a_hat, value, **look, ms=6, markevery=at, label=f"a = {a:g}")
+        axes.plot(a_hat, value, **look, ms=6, markevery=at, label=f"a = {a:g}".replace("-", "−"))
     axes.set(xlim=(-4, 4), ylim=(-0.15, 4), xlabel="â", ylabel=SYMBOL)
     style.finish(axes, title)

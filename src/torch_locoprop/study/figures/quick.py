@@ -45,6 +45,7 @@ _SETTINGS = {
     "shampoo": {"lr": 2e-3, "momentum": 0.8, "decay": 0.95},
     "muon": {"lr": 0.03},
     "soap": {"lr": 0.03},
+    "locoprop-spectral": {"lr": 0.06},
 }
 _TASKS = {
     "standard": _TASK,

@@ -49,8 +49,9 @@ register(
         },
         f"{TUNED}, 25 trials of a prototype",
         label="LocoProp spectral",
-        colour="#00264d",
+        colour="#1a1a1a",
         marker=r"$\spadesuit$",
+        compared=True,
         space={
             "lr": Span(1e-3, 0.1),
             "momentum": SHORT_AVERAGE,

@@ -265,7 +265,8 @@ def summary(task: Task) -> str:
         return f"{best.label} ends at a train loss of {best.final:.2f} after {epochs}."
     second = others[0]
     below = 100 * (second.final - best.final) / second.final if second.final else 0.0
-    distance = f"{below:.1f} % below" if round(below, 1) else "level with"
+    level = not round(below, 1) or _within_seeds(best, second)
+    distance = "level with" if level else f"{below:.1f} % below"
     first = (
         f"{best.label} has the lowest train loss after {epochs}: {best.final:.2f}, "
         f"{distance} {second.label} ({second.final:.2f})."
@@ -277,6 +278,12 @@ def summary(task: Task) -> str:
     return f"{first} On test images the best is {by_test.label}: {on_test:.2f}."
 
 
+def _within_seeds(best: Series, second: Series) -> bool:
+    """Return True if some seed of the best series ends no lower than one of the second."""
+    ends = [_last(series, "train") for series in (best, second)]
+    return max(end.number for end in ends) > 1 and ends[0].high >= ends[1].low
+
+
 def _last(series: Series, loss: str) -> Spread:
     return series.last(LOSSES[loss]) or Spread(math.inf, math.inf, math.inf, 0)
 
@@ -285,10 +292,10 @@ def cautions(task: Task) -> list[str]:
     """Return reasons to doubt the summary, such as few seeds."""
     found = []
     if len(task.placed) > 1:
-        best, second = (_last(series, "train") for series in task.placed[:2])
-        if max(best.number, second.number) == 1:
+        best, second = task.placed[:2]
+        if max(_last(series, "train").number for series in (best, second)) == 1:
             found.append("The best two have one seed each.")
-        elif best.high >= second.low:
+        elif _within_seeds(best, second):
             found.append("The difference is within the range of the seeds.")
     for series in task.placed:
         end = _last(series, "train")
