@@ -169,7 +169,7 @@ class LocoProp(LayerOptimizer):
             self._step_without_problems(trained)
             self._step_others()
             return loss
-        if not any(layer.calls for layer in trained) and not self._hooks.has_joined:
+        if not any(layer.calls for layer in trained) and not self._hooks.averaging.has_joined:
             check_recorded(trained)
         with self._layers[0].in_own_precision():
             steps = self._set_targets(trained)
@@ -189,7 +189,7 @@ class LocoProp(LayerOptimizer):
             return None
         with torch.enable_grad():
             loss = closure()
-        self._hooks.trace_loss(loss)
+        self._hooks.search.from_loss(loss)
         return loss
 
     def _set_targets(self, trained: Trained) -> LocalSteps:
@@ -209,8 +209,8 @@ class LocoProp(LayerOptimizer):
             self._notices.hooked(trained)
         if any(group["state_of"] != group["solver"] for group in groups):
             forget_other_solvers(groups, self.state)
-        if self._hooks.processes is not None or self._is_sharded:
-            terms = agree(self._hooks, self._layers, trained, self._loss_terms)
+        if self._hooks.averaging.processes is not None or self._is_sharded:
+            terms = agree(self._hooks.averaging, self._layers, trained, self._loss_terms)
         else:
             terms = self._loss_terms()
         if distributed.is_available() and distributed.is_initialized() and self._drifts():
@@ -224,12 +224,12 @@ class LocoProp(LayerOptimizer):
             terms=terms,
             measurements=self._measurements,
             notices=self._notices,
-            draws_labels=self._hooks.draws_labels,
+            draws_labels=self._hooks.labels.seed is not None,
         )
 
     def _iterate_locally(self, steps: LocalSteps, trained: Trained) -> Directions:
         """Run the local iterations of all layers; on a GPU, by replaying a CUDA graph if possible."""
-        if not self._replays or self._hooks.processes is not None or self._is_sharded:
+        if not self._replays or self._hooks.averaging.processes is not None or self._is_sharded:
             return steps.solve_all(trained)
         directions = steps.solve_or_replay(trained, self._graphs, self._local_groups())
         if self._graphs.failure is not None:

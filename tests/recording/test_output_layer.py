@@ -157,7 +157,7 @@ def test_a_softmax_over_something_else_than_the_features(
     model = nn.Linear(4, width)
     opt = LocoProp(model, preset="paper-m")
     after(model(batch(8, 4).float())).square().sum().backward()
-    opt._hooks.trace_loss(torch.zeros(()))
+    opt._hooks.search.from_loss(torch.zeros(()))
 
     def closure() -> Tensor:
         opt.zero_grad()

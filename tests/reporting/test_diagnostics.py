@@ -439,7 +439,7 @@ def test_nothing_is_recorded_when_off() -> None:
             recorded = [call.g is not None for layer in opt._layers for call in layer.calls]
             assert recorded == [diagnose] * 3
             opt.step()
-        assert not opt._hooks.tracing
+        assert not opt._hooks.search.is_on
     with pytest.raises(RuntimeError, match="diagnose=True"):
         opt.diagnostics()
 

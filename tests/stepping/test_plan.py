@@ -134,7 +134,7 @@ def test_a_layer_that_is_thawed_is_planned_then() -> None:
         thaw(model, opt)
         take_steps(model, opt, 3, anew=anew)
         assert opt._layers[0].transfer is not None
-        assert not opt._hooks.tracing
+        assert not opt._hooks.search.is_on
         return weights(model)
 
     assert_close(trained(False), trained(True), 0.0)

@@ -118,7 +118,7 @@ class KFAC(WithFallback):
         super().__init__([p for layer in self._layers for p in layer.given], defaults)
         served = set(self.param_groups[0]["params"])
         self._add_to_fallback([p for p in model.parameters() if p not in served], fallback)
-        self._hooks.draw_labels(0)
+        self._hooks.labels.draw_before(0)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -159,7 +159,7 @@ class KFAC(WithFallback):
             self._move(layer, direction, group)
         group["steps"] += 1
         self._hooks.clear()
-        self._hooks.draw_labels(group["steps"])
+        self._hooks.labels.draw_before(group["steps"])
         self._step_fallback()
         return loss
 
@@ -240,7 +240,7 @@ class KFAC(WithFallback):
         if "_model" in state:
             self._attach()
         self._link_fallback()
-        self._hooks.draw_labels(self.param_groups[0]["steps"])
+        self._hooks.labels.draw_before(self.param_groups[0]["steps"])
 
     # ---- plumbing ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Sends the gradients of labels drawn from the model's predictions back through the model.
+"""Draws labels from the model's predictions and sends their gradients back through the model.
 
 These gradients estimate Fisher matrices. The formulas are in ``paper/fisher.py``.
 """
@@ -6,7 +6,7 @@ These gradients estimate Fisher matrices. The formulas are in ``paper/fisher.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,6 +55,49 @@ class LayerOutput(NamedTuple):
     def _output_transfer(self, transfer: Transfer | None) -> Transfer | None:
         """Return the transfer that the user gave for this layer; otherwise that of the model."""
         return self.layer.transfer if self.layer and self.layer.explicit else transfer
+
+
+class LabelSampling:
+    """Draws labels in the forward passes of one model and sends their gradients back to its layers.
+
+    Args:
+        output_transfer: the transfer inside the loss, which says what distribution the model predicts.
+    """
+
+    def __init__(self, output_transfer: Transfer | None) -> None:
+        self.seed: int | None = None  # of the labels of the next forward pass; None draws none
+        self.outputs: list[LayerOutput] | None = None  # of the layers in the running forward pass
+        self.are_sent_back = False  # the running backward pass is that of drawn labels
+        self._output_transfer = output_transfer
+
+    def draw_before(self, step: int | None) -> None:
+        """Draw labels in every forward pass before a step.
+
+        Args:
+            step: the number of the step, from which the seeds of the labels follow; None draws none.
+        """
+        self.seed = None if step is None else step * 1000
+
+    def send_back(self, outputs: Sequence[LayerOutput], processes: Any) -> None:
+        """Draw labels from a forward pass's outputs and send their gradients back to every layer.
+
+        Args:
+            outputs: the outputs of all layers in the forward pass.
+            processes: the process group that averages gradients; None for a single process.
+
+        Raises:
+            RuntimeError: if the model does not end in the output of a layer.
+        """
+        assert self.seed is not None
+        seed = self.seed
+        if processes is not None:  # each process draws labels of its own
+            seed += 7919 * torch.distributed.get_rank(processes)
+        self.are_sent_back = True
+        try:
+            send_sampled_gradients(outputs, self._output_transfer, seed)
+        finally:
+            self.are_sent_back = False
+        self.seed += 1
 
 
 def send_sampled_gradients(

@@ -1,6 +1,6 @@
-"""The gradients of a layer's rows, read from its recorded calls: ∂L/∂a and ∂L/∂y.
+"""The gradients of a layer's rows, ∂L/∂a and ∂L/∂y: which of them a call keeps, and how they are read.
 
-What is recorded of a call is decided in ``hooks.py``.
+Which of them a step needs is set in ``stepping/requirements.py``.
 """
 
 from __future__ import annotations
@@ -10,11 +10,48 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from torch_locoprop.recording import transfer_detection
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.row_reduction import rows_per_kept_row
 
 if TYPE_CHECKING:
     from torch_locoprop.recording.layer_record import LayerRecord
+
+
+def with_row_gradients(call: Call, layer: LayerRecord, g: Tensor, *, several_passes: bool) -> Call:
+    """Return a call with the gradients that the step needs of it.
+
+    Args:
+        call: the call, which a backward pass has reached.
+        layer: the record of its layer.
+        g: ∂L/∂a, in the shape of the layer's output.
+        several_passes: other backward passes went, or may go, through the same autograd graph.
+    """
+    if "v" in layer.needs:
+        call = _with_post_gradient(call, layer, g)
+    # ∂L/∂y is computed from ∂L/∂a if it was not recorded in this pass, or may not be in another one.
+    for_v = "v" in layer.needs and (several_passes or not has_v(layer, call))
+    if "g" in layer.needs or for_v:
+        call = call._replace(g=g)
+    if "g_norm" in layer.needs:
+        call = call._replace(g_norm=gradient_norm(g))
+    return call
+
+
+def _with_post_gradient(call: Call, layer: LayerRecord, g: Tensor) -> Call:
+    """Return the call with ∂L/∂y, if this pass has recorded it at the output of the transfer."""
+    finding = transfer_detection.resolve(call.mark, layer.last_width)
+    consumer = finding.consumer
+    if consumer is None or consumer.gradient is None:
+        return call
+    v, consumer.gradient = consumer.gradient.reshape(g.shape), None
+    return call._replace(v=v, v_transfer=finding.transfer)
+
+
+def gradient_norm(g: Tensor) -> Tensor:
+    """Return the norm of ∂L/∂a, in float32 or wider."""
+    norm: Tensor = torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32))
+    return norm
 
 
 def gradients(layer: LayerRecord) -> Tensor | None:

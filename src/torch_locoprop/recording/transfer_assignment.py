@@ -51,7 +51,7 @@ def decide_all(
     undecided = [layer for layer in layers if layer.calls and not layer.decided]
     in_parts = bool(undecided) and compiled_in_parts(layers, hooks.compiled_graphs)
     for layer in undecided:
-        assign_transfer(layer, loss.output_transfer, loss.transfer, in_parts, hooks.leaves)
+        assign_transfer(layer, loss.output_transfer, loss.transfer, in_parts, hooks.search.leaves)
         if layer.note == INSIDE_LOSS and loss.was_unseen:
             layer.note = NONE_IN_LOSS
     return undecided

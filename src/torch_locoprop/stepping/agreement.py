@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch_locoprop.distributed import ddp, fully_shard
+from torch_locoprop.distributed.averaging import Averaging
 from torch_locoprop.distributed.ddp import LayerFacts
 from torch_locoprop.distributed.fully_shard import NO_GRADIENT, ShardFacts
 from torch_locoprop.recording import row_reduction
-from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord
 
 
 def agree(
-    hooks: ModelHooks,
+    averaging: Averaging,
     layers: Sequence[LayerRecord],
     trained: Collection[LayerRecord],
     count_terms: Callable[[], float],
@@ -22,7 +22,7 @@ def agree(
     """Exchange what the processes know about their layers, and set ``shared_facts`` of each layer.
 
     Args:
-        hooks: the hooks on the model, which know the processes of DDP.
+        averaging: the processes of DDP, if there are some.
         layers: all layers with a local problem, the same in every process.
         trained: the layers that this step moves.
         count_terms: returns the number of terms that this process's loss sums.
@@ -34,20 +34,20 @@ def agree(
         RuntimeError: if a sharded layer has a gradient in some processes only.
     """
     sharded = [layer for layer in layers if layer.shards is not None]
-    if hooks.has_joined:
+    if averaging.has_joined:
         terms = 0.0
     else:
         terms = _agree_on_shards(sharded, count_terms) if sharded else count_terms()
-    if hooks.is_alone:
+    if averaging.is_alone:
         for layer in trained:  # a step inside no_sync(): each process has a problem of its own
             layer.shared_facts = None
-    elif hooks.processes is not None:
+    elif averaging.processes is not None:
         own = list(trained)
         device = own[0].given[0].device
-        given = None if hooks.has_joined else terms
+        given = None if averaging.has_joined else terms
         known = [_facts(layer) for layer in own]
-        by_all = hooks.divides_by_all
-        found, terms = ddp.agree(hooks.processes, known, given, device, by_all=by_all)
+        by_all = averaging.divides_by_all
+        found, terms = ddp.agree(averaging.processes, known, given, device, by_all=by_all)
         for layer, facts in zip(own, found, strict=True):
             layer.shared_facts = facts
     return terms

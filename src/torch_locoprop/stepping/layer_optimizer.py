@@ -113,7 +113,7 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def _require_next(self) -> None:
         """Plan the step after this one, unless the plan stays and the passes record for it already."""
-        plan, searching = self._plan, self._hooks.tracing or self._fisher_missing
+        plan, searching = self._plan, self._hooks.search.is_on or self._fisher_missing
         searching |= self._local_groups()[0]["steps"] == 1  # the first step was measured
         stays = plan.is_required(self._layers) and plan.is_current(self._local_groups())
         if searching or not stays:
@@ -172,7 +172,7 @@ class LayerOptimizer(WithStateDict, Joins):
     def _detect_transfers(self) -> None:
         """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
         if self._loss.unseen is not None:
-            self._loss = seen_loss(self._layers, self._loss, self._hooks.output_shape)
+            self._loss = seen_loss(self._layers, self._loss, self._hooks.search.output_shape)
         told = contradiction(self._layers, self._loss)
         if told:
             self._notices.once("loss", told)
@@ -222,12 +222,12 @@ class LayerOptimizer(WithStateDict, Joins):
     def _drifts(self) -> bool:
         """Return True if several processes solve problems of their own, which no DDP averages."""
         shards = [layer.shards for layer in self._layers]
-        if self._hooks.processes is not None or all(s and s.data for s in shards):
+        if self._hooks.averaging.processes is not None or all(s and s.data for s in shards):
             return False
         several = ddp.are_several() and self._plan.has_curvature()
         if not several or ddp.is_tensor_parallel(self._model):
             return False
-        return not self._hooks.pipeline.has_all_processes
+        return not self._hooks.averaging.pipeline.has_all_processes
 
     @property
     def _is_sharded(self) -> bool:
@@ -239,11 +239,11 @@ class LayerOptimizer(WithStateDict, Joins):
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
         check_intact(self._layers)
-        if self._join_config.enable and not self._hooks.is_alone:
+        if self._join_config.enable and not self._hooks.averaging.is_alone:
             self._share_gradients()
         unreduced = [layer for layer in self._layers if layer.sharded.unreduced]
-        if unreduced and self._hooks.pipeline.is_used:  # which adds up after all backward passes
-            for layer in unreduced:
+        if unreduced and self._hooks.averaging.pipeline.is_used:
+            for layer in unreduced:  # a pipeline adds up after all backward passes
                 layer.note_reduction()
         check_reduced(unreduced)
         if self._measurements is not None:
@@ -261,7 +261,7 @@ class LayerOptimizer(WithStateDict, Joins):
             trained: the layers with a gradient.
             skipped: the closure returned None.
         """
-        if any(layer.calls for layer in trained) or (trained and self._hooks.has_joined):
+        if any(layer.calls for layer in trained) or (trained and self._hooks.averaging.has_joined):
             return False
         if trained:
             gradients = [
@@ -308,7 +308,7 @@ class LayerOptimizer(WithStateDict, Joins):
         """Return the number of terms of a loss that sums, as far as it is known; otherwise 1."""
         if not self._averages:
             return 1.0
-        found = self._hooks.loss_facts
+        found = self._hooks.search.loss_facts
         facts = found.completed(self._loss.facts)
         if not facts.sums:
             return 1.0

@@ -58,10 +58,10 @@ def require(
         if "fisher" in layer.needs:
             draw |= steps % getattr(own.variant.target, "every", 1) == 0
     require_rows(plan, layers, states, diagnosed=diagnosed)
-    hooks.draw_labels(steps if draw else None)
-    hooks.tracing = searching
+    hooks.labels.draw_before(steps if draw else None)
+    hooks.search.is_on = searching
     active = [layer for layer in layers if layer.trained]
-    hooks.record_post_gradients = any("v" in layer.needs for layer in active)
+    hooks.search.records_gradients = any("v" in layer.needs for layer in active)
     plan.note_required(layers)
 
 

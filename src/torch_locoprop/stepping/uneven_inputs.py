@@ -34,8 +34,9 @@ class Joins(Joinable):
         Raises:
             RuntimeError: if no ``DistributedDataParallel`` has the model.
         """
-        self._hooks.wrapper = weakref.ref(self._ddp_module())
-        self._hooks.processes = self.join_process_group
+        averaging = self._hooks.averaging
+        averaging.wrapper = weakref.ref(self._ddp_module())
+        averaging.processes = self.join_process_group
         self._seen_config = None
         return _StepWithoutRows(self)
 
@@ -50,7 +51,7 @@ class Joins(Joinable):
         return self._ddp_module().process_group
 
     def _ddp_module(self) -> Any:
-        known = self._hooks.ddp_module
+        known = self._hooks.averaging.ddp_module
         found = ddp.wrapper_of(self._hooks.layers) if known is None else known
         if found is None:
             raise RuntimeError(
@@ -76,8 +77,8 @@ class Joins(Joinable):
         ]
         parameters = [p for group in self.param_groups for p in group["params"]]
         given = [float(group[name]) for group, name in names]
-        joined = self._hooks.has_joined
-        found = ddp.share_gradients(self._hooks.processes, parameters, given, has_joined=joined)
+        processes, joined = self._hooks.averaging.processes, self._hooks.averaging.has_joined
+        found = ddp.share_gradients(processes, parameters, given, has_joined=joined)
         for (group, name), number, old in zip(names, found, given, strict=True):
             if number == old:
                 continue
@@ -96,11 +97,11 @@ class _StepWithoutRows(JoinHook):
     def main_hook(self) -> None:
         """Take one step, if the other processes do: if they average gradients in this pass."""
         optimizer, hooks = self._optimizer, self._optimizer._hooks
-        if not hooks.ddp_module.require_forward_param_sync:
+        if not hooks.averaging.ddp_module.require_forward_param_sync:
             return
         hooks.begin_without_rows()
         try:
             optimizer.step()
         finally:
-            hooks.has_joined = False
+            hooks.averaging.has_joined = False
         optimizer.zero_grad()
