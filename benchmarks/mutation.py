@@ -7,7 +7,11 @@ A first run of the tests finds which of them cover which line (kept in ``--work`
 each mutant, those that cover the changed line run in order of their duration, up to ``--most`` seconds
 of them, until one fails. A mutant that no test fails survives; one that runs into the limit of time is
 counted by itself. The score is killed / (killed + survived + not covered). ``--again`` tries the
-survivors of an earlier result, ``--each 3`` three mutants of every file.
+survivors of an earlier result, ``--each 3`` three mutants of every file, ``--only paper/gram.py`` those
+of some files; ``--tests paper solvers`` runs the tests of these folders.
+
+``equivalent_mutants.json`` says of survivors why no result changes. Each reason names a line of the
+source, as text, and changes on it; the reason holds for all places of the line with this change.
 
 A mutant inside of a function is put into a process that has imported everything and collected all
 tests, which takes milliseconds; one outside of functions is imported by a process of its own, which
@@ -40,15 +44,16 @@ from benchmarks.mutants_live import Swaps, live_functions, put_in, swaps
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("paper", "solvers", "stepping", "baselines")
 TESTS = ("paper", "solvers", "config", "layers", "stepping", "recording", "reporting", "promises")
-TESTS = (*TESTS, "baselines", "fuzz")
+TESTS = (*TESTS, "baselines", "fuzz", "functional")
+REASONS = Path(__file__).with_name("equivalent_mutants.json")
 LIMIT = 120  # seconds for the tests of one mutant
 
 
 class Coverage:
     """Which tests cover a line, and how long they take."""
 
-    def __init__(self, work: Path) -> None:
-        self.work = work
+    def __init__(self, work: Path, tests: Iterable[str]) -> None:
+        self.work, self._folders = work, [f"tests/{name}" for name in tests]
         if not (work / "durations.xml").exists():
             self._measure()
         from coverage import CoverageData
@@ -82,12 +87,11 @@ class Coverage:
 
     def _measure(self) -> None:
         self.work.mkdir(parents=True, exist_ok=True)
-        folders = [f"tests/{name}" for name in TESTS]
         options = ["-q", "-k", "not compile", "-p", "no:cacheprovider", "--cov=torch_locoprop"]
         report = ["--cov-context=test", "--cov-report=", f"--junitxml={self.work}/durations.xml"]
         environment = {**os.environ, "COVERAGE_FILE": f"{self.work.resolve()}/coverage"}
         options += ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
-        command = [sys.executable, "-m", "pytest", *folders, *options, *report]
+        command = [sys.executable, "-m", "pytest", *self._folders, *options, *report]
         subprocess.run(command, cwd=ROOT, check=True, env=environment)
 
     def _durations(self) -> dict[str, float]:
@@ -231,6 +235,23 @@ def survivors(result: dict[str, Any]) -> Iterator[tuple[str, Mutant]]:
             yield file, mutant
 
 
+def reasons() -> dict[tuple[str, str, str, str], str]:
+    """Return why mutants change no result, by file, text of the line, and the change."""
+    return {
+        (file, one["line"], *change): one["why"]
+        for file, entries in json.loads(REASONS.read_text()).items()
+        for one in entries
+        for change in one["changes"]
+    }
+
+
+def reason_keys(file: str) -> dict[Mutant, tuple[str, str, str, str]]:
+    """Return the mutants of a file, each with its key in :func:`reasons`."""
+    source = (ROOT / "src" / "torch_locoprop" / file).read_text()
+    lines = [line.strip() for line in source.splitlines()]
+    return {m: (file, lines[m.line - 1], m.was, m.becomes) for m in mutants_of(source)}
+
+
 class Outcomes:
     """The outcomes of mutants in a file, one line for each."""
 
@@ -278,7 +299,7 @@ def try_all(
 
     child = os.fork()
     if child == 0:
-        os._exit(run_pytest([f"tests/{name}" for name in TESTS], [LiveTrials(try_live)]))
+        os._exit(run_pytest([f"tests/{name}" for name in given.tests], [LiveTrials(try_live)]))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code not in (0, 5):  # 5: pytest itself has run no test
         raise RuntimeError(f"The process that tries mutants ended with {code}.")
@@ -298,15 +319,19 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", type=Path, help="try the survivors of an earlier result")
     parser.add_argument("--each", type=int, help="try so many mutants of every file")
+    parser.add_argument("--only", nargs="+", help="try mutants of these files or folders")
+    parser.add_argument("--tests", nargs="+", default=TESTS, help="folders of the tests that run")
     given = parser.parse_args()
     os.chdir(ROOT)
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
-    coverage = Coverage(given.work)
+    coverage = Coverage(given.work, given.tests)
     everything = list(sample(given.seed))
     chosen = everything
     if given.again is not None:
         chosen = list(survivors(json.loads(given.again.read_text())))
+    if given.only is not None:
+        chosen = [(f, m) for f, m in chosen if f.startswith(tuple(given.only))]
     if given.each is not None:
         chosen = list(of_every_file(chosen, given.each))
     import torch
@@ -316,6 +341,15 @@ def main() -> None:
     known = Outcomes(given.work / "outcomes.jsonl").known
     tried = [(f, m, known[f, m.place]) for f, m in chosen if (f, m.place) in known]
     counts = Counter(outcome for _, _, outcome in tried)
+    known_reasons = reasons()
+    why = {
+        (f, m): known_reasons[key]
+        for f in {file for file, _, _ in tried}
+        for m, key in reason_keys(f).items()
+        if key in known_reasons
+    }
+    left = [(f, m, outcome) for f, m, outcome in tried if outcome in ("survived", "not covered")]
+    justified = sum((f, m) in why for f, m, _ in left)
     judged = counts["killed"] + counts["survived"] + counts["not covered"]
     result = {
         "command": " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]),
@@ -324,10 +358,12 @@ def main() -> None:
         "tried": len(tried),
         **counts,
         "score": round(counts["killed"] / max(judged, 1), 3),
+        "justified": justified,
+        "score without justified": round(counts["killed"] / max(judged - justified, 1), 3),
         "survivors": [
             {"file": f, "line": m.line, "was": m.was, "becomes": m.becomes, "outcome": outcome}
-            for f, m, outcome in tried
-            if outcome in ("survived", "not covered")
+            | ({"why": why[f, m]} if (f, m) in why else {})
+            for f, m, outcome in left
         ],
     }
     given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

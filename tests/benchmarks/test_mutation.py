@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.mutants import Mutant, applied, mutants_of
 from benchmarks.mutants_live import live_functions, put_in, swaps
-from benchmarks.mutation import of_every_file
+from benchmarks.mutation import of_every_file, reason_keys, reasons
 
 
 def changes(source: str) -> list[str]:
@@ -124,3 +124,11 @@ def test_a_mutant_reaches_functions_that_others_hold_already() -> None:
 def test_functions_of_a_folder_are_found_in_the_running_program() -> None:
     folder = str(Path(__file__).parent)
     assert outcomes_of_all in live_functions(folder)[place_of(outcomes_of_all)]
+
+
+def test_every_reason_belongs_to_a_mutant_of_the_source() -> None:
+    """A reason whose line has changed says nothing any more."""
+    known = reasons()
+    there = {key for file in {key[0] for key in known} for key in reason_keys(file).values()}
+    assert known.keys() <= there
+    assert all(known.values())
