@@ -11,6 +11,7 @@ from torch_locoprop.paper.spectral import (
     equal_rows,
     length,
     polar,
+    polar_operations,
     unit_length,
 )
 from torch_locoprop.paper.structured_gram import StructuredGram
@@ -148,3 +149,27 @@ def test_bfloat16_on_a_cpu_only_where_it_is_fast_and_safe(
         assert not spectral.has_fast_bf16(large.to("meta"))
     finally:
         spectral._cpu_has_bf16.cache_clear()
+
+
+@pytest.mark.parametrize(("d", "n"), [(3, 7), (7, 3), (5, 5), (1, 4)])
+def test_operations_of_a_polar_factor(d: int, n: int) -> None:
+    """Counted product by product: a product [a, b] @ [b, c] has 2abc of them."""
+    short, long = min(d, n), max(d, n)
+    products = [(short, long, short), (short, short, short), (short, short, long)]
+    assert polar_operations(d, n) == 5 * sum(2 * a * b * c for a, b, c in products)
+
+
+@pytest.mark.parametrize(("d", "n"), [(3, 7), (7, 3), (4, 4)])
+def test_polar_multiplies_in_the_shorter_dimension(
+    d: int, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[tuple[int, ...]] = []
+    kept = spectral._plus_product
+
+    def watched(beta: float, start: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:
+        sizes.append(tuple(left.shape))
+        return kept(beta, start, alpha, left, right)
+
+    monkeypatch.setattr(spectral, "_plus_product", watched)
+    polar(random(d, n))
+    assert set(sizes) == {(min(d, n), min(d, n))}

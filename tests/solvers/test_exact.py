@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 import pytest
 import torch
 from cases import assert_close, batch, cross_entropy, network, weights
@@ -10,13 +13,14 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import cholesky, damped, damped_solve, is_well_posed
+from torch_locoprop.paper.gram import FULL, Gram, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.losses import Matching, Squared
 from torch_locoprop.paper.regularizers import L2
-from torch_locoprop.paper.targets import GradientDescent
+from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
 from torch_locoprop.solvers import SOLVERS, Exact, Numbers
-from torch_locoprop.solvers.exact import eigh, implicit_step, sylvester
+from torch_locoprop.solvers.exact import eigh, implicit_step, precise_enough, sylvester
 
 
 def squared_problem(rows: int, eta: float = 0.2, bias: bool = True) -> LocalProblem:
@@ -277,3 +281,123 @@ def test_damped_solve() -> None:
 def test_bad_numbers(options: dict[str, float], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Exact(**options)
+
+
+# ---- what tools ask of it, and precision -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("structure", [FULL, Structure("block", 3), Structure("diagonal")])
+@pytest.mark.parametrize("bent", [False, True])
+@pytest.mark.parametrize("options", [{}, {"decay": 0.5}, {"every": 3}, {"damping": 0.1}])
+@pytest.mark.parametrize("leading", [(), (2,)], ids=str)
+def test_empty_states_have_the_shapes_of_full_ones(
+    leading: tuple[int, ...], options: dict[str, Any], bent: bool, structure: Structure
+) -> None:
+    start = {"weight": torch.zeros(*leading, 3, 4), "bias": torch.zeros(*leading, 3)}
+    found = Exact(**options).empty_states(start, bent, structure=structure)
+    of_gram = {"full": (5, 5), "block": (2, 3, 3), "diagonal": (5,)}[structure.kind]
+    expected: dict[str, tuple[int, ...]] = {}
+    if "decay" in options:
+        expected["gram"] = of_gram
+    if options and bent:
+        expected |= {"eigenvalues": (5,), "eigenvectors": (5, 5)}
+    elif "every" in options:
+        expected["inverse"] = of_gram
+    assert found["bias"] == {}
+    assert {k: tuple(t.shape) for k, t in found["weight"].items()} == {
+        k: (*leading, *shape) for k, shape in expected.items()
+    }
+    alone = Exact(**options).empty_states({"bias": start["bias"]}, bent)
+    assert alone["bias"].keys() == expected.keys()
+
+
+def test_which_steps_are_a_fixed_sequence_of_work() -> None:
+    """Those that cannot fall back to float64: well damped ones, and those that renew nothing."""
+    weight = torch.zeros(3, 4)
+    assert Exact(damping=0.1).is_fixed_work(0, weight, False)
+    assert not Exact(damping=0.1).is_fixed_work(0, weight, True)
+    assert not Exact(damping=1e-9).is_fixed_work(0, weight, False)
+    assert not Exact().is_fixed_work(1, weight, False)
+    assert [Exact(every=3).is_fixed_work(i, weight, True) for i in range(4)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    # [W b] has one column more than W: a damping that is enough for 4 columns and not for 5.
+    eps = torch.finfo(torch.float32).eps
+    assert not Exact(damping=4.5 * eps / 0.01).is_fixed_work(0, weight, False)
+    assert Exact(damping=5.5 * eps / 0.01).is_fixed_work(0, weight, False)
+    assert Exact(damping=4.5 * eps / 0.01).is_fixed_work(0, weight[:, :3], False)
+
+
+class Twice:
+    """Another process with the same rows."""
+
+    rows, some_have_gram = 0, False
+
+    def add_up(self, tensors: Any) -> None:
+        for tensor in tensors:
+            tensor.mul_(2)
+
+    def average(self, mean: Tensor) -> Tensor:
+        return mean
+
+
+@pytest.mark.parametrize("matching", [False, True])
+@pytest.mark.parametrize("rows", [2, 9])
+def test_rows_of_other_processes_and_products_of_rows(rows: int, matching: bool) -> None:
+    """``Δ + η H Δ C = −η γ G`` as one system of all entries, with C of the rows of both processes."""
+    own = replace(squared_problem(rows), row_weight=0.3)
+    if matching:
+        own = replace(own, loss=Matching(), target=MirrorDescent(), transfer=transfers.Tanh())
+    wide = torch.cat([own.x, torch.ones(rows, 1).double()], 1)
+    gradient = torch.cat([own.backprop["weight"], own.backprop["bias"][:, None]], 1)
+    a = wide @ torch.cat([own.start["weight"], own.start["bias"][:, None]], 1).mT
+    h = (1 - a.tanh().square()).mean(0) if matching else torch.ones(3).double()
+    problems = [(replace(own, others=cast(Any, Twice())), 2), (own, 1)]
+    if not matching:
+        problems.append((replace(own, x=Gram.of(own.x)), 1))
+    for problem, processes in problems:
+        c = processes * 0.3 * wide.mT @ wide
+        system = torch.eye(15).double() + 0.2 * torch.kron(torch.diag(h), c)
+        expected = torch.linalg.solve(system, (-0.2 * 3.0 * gradient).flatten()).view(3, 5)
+        found = solve(problem, "exact")
+        moved = [
+            found["weight"] - own.start["weight"],
+            (found["bias"] - own.start["bias"])[:, None],
+        ]
+        torch.testing.assert_close(torch.cat(moved, 1), expected)
+
+
+@pytest.mark.parametrize("members", [1, 2])
+def test_float64_where_a_member_is_too_ill_conditioned(members: int) -> None:
+    """The bound is ``η ‖X‖² eps > 1e-3``, for any member."""
+    eps = torch.finfo(torch.float32).eps
+    x, gradient = torch.ones(members, 5, 2), torch.ones(members, 3, 2)
+    for factor, dtype in ((0.99, torch.float32), (1.01, torch.float64)):
+        scaled = x.clone()
+        scaled[0] *= (factor * 1e-3 / eps / 0.5 / 10) ** 0.5
+        found = precise_enough(gradient, scaled, 0.5)
+        assert [t.dtype for t in found] == [dtype, dtype]
+        torch.testing.assert_close(found[1].float(), scaled)
+        rates = torch.tensor([0.5] + [1e-6] * (members - 1))
+        assert precise_enough(gradient, scaled, rates)[0].dtype == dtype
+
+
+def test_matrices_that_are_not_finite_leave_the_others_alone() -> None:
+    matrices = torch.stack([torch.diag(torch.tensor([3.0, 1.0, 2.0])).double()] * 3)
+    matrices[1, 0, 1] = matrices[1, 1, 0] = torch.nan
+    matrices[2, 2, 2] = torch.inf
+    values, vectors = eigh(matrices)
+    torch.testing.assert_close(values[0], torch.tensor([1.0, 2.0, 3.0]).double())
+    rebuilt = vectors[0] * values[0] @ vectors[0].mT
+    torch.testing.assert_close(rebuilt, matrices[0])
+    assert values[1:].isnan().all()
+    assert vectors[1:].isnan().all()
+    assert not values[0].isnan().any()
+
+
+def test_eigenvalues_are_not_negative() -> None:
+    assert (eigh(-torch.eye(3))[0] == 0).all()
+    assert torch.equal(eigh(torch.full((2, 2), torch.nan))[0].isnan(), torch.tensor([True, True]))

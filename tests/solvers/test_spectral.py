@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,15 @@ from cases import batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.paper.gram import FULL, Structure
+from torch_locoprop.paper.linear_map import Dense
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import equal_rows, polar
-from torch_locoprop.solvers import SOLVERS, Spectral, spectral
+from torch_locoprop.paper.targets import GradientDescent
+from torch_locoprop.paper.transfers import Tanh
+from torch_locoprop.solvers import SOLVERS, Numbers, Spectral, spectral
 
 STEPS = 33  # with renewals in the first ten steps and in steps 10, 20 and 30
 
@@ -353,3 +361,163 @@ def test_polar_factors_in_bfloat16(products: str, monkeypatch: pytest.MonkeyPatc
         assert apart == 0
     else:
         assert 1e-4 < apart < 0.05
+
+
+# ---- what tools ask of it --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.5])
+@pytest.mark.parametrize(
+    ("structure", "of_gram"),
+    [(FULL, (5, 5)), (Structure("block", 3), (2, 3, 3)), (Structure("diagonal"), (5,))],
+)
+@pytest.mark.parametrize("leading", [(), (2,)], ids=str)
+def test_empty_states_have_the_shapes_of_full_ones(
+    leading: tuple[int, ...], structure: Structure, of_gram: tuple[int, ...], agreement: float
+) -> None:
+    """C and its inverse are the identity, with which a layer moves; all else is zero."""
+    start = {"weight": torch.zeros(*leading, 3, 4), "bias": torch.zeros(*leading, 3)}
+    found = Spectral(agreement=agreement).empty_states(start, False, structure=structure)
+    assert found["bias"] == {}
+    state = found["weight"]
+    shapes = {
+        "average": (3, 5),
+        "rows": (3, 1),
+        "gram": of_gram,
+        "inverse": of_gram,
+        "step": (1, 1),
+    }
+    if agreement:
+        shapes |= {"energy": (1, 1), "signal": (1, 1)}
+    assert {k: tuple(t.shape) for k, t in state.items()} == {
+        k: (*leading, *shape) for k, shape in shapes.items()
+    }
+    one = torch.ones(5) if structure.kind == "diagonal" else torch.eye(of_gram[-1])
+    for key, entry in state.items():
+        expected = one.expand_as(entry) if key in ("gram", "inverse") else torch.zeros_like(entry)
+        assert torch.equal(entry, expected), key
+    alone = Spectral(agreement=agreement).empty_states({"bias": start["bias"]}, False)
+    assert alone["bias"].keys() == state.keys()
+
+
+def test_empty_states_of_wide_layers_have_no_gram(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spectral, "WIDEST", 5)
+
+    def keys(columns: int, structure: Structure = FULL) -> set[str]:
+        start = {"weight": torch.zeros(3, columns)}
+        return set(Spectral().empty_states(start, False, structure=structure)["weight"])
+
+    assert {"gram", "inverse"} <= keys(5)
+    assert not {"gram", "inverse"} & keys(6)
+    assert {"gram", "inverse"} <= keys(6, Structure("diagonal"))
+    assert {"gram", "inverse"} <= keys(16, Structure("block", 8))
+    assert not Spectral().use_of_rows(1, 0, {}, 6).square
+    assert Spectral().use_of_rows(1, 0, {}, 5).square
+    assert Spectral().use_of_rows(1, 0, {}, 6, structure=Structure("diagonal")).square
+
+
+def test_which_problems_renew_the_inverse() -> None:
+    """The first ten, each ``every``-th, and those without an inverse of the right shape."""
+    solver, state = Spectral(every=4), {"inverse": torch.eye(5)}
+    uses = [n for n in range(25) if solver.use_of_rows(1, n, state, 5).square]
+    assert uses == [*range(10), 12, 16, 20, 24]
+    assert [n for n in range(25) if solver.phase(n)] == uses
+    assert {solver.phase(n) for n in range(25)} == {0, 1}
+    assert solver.use_of_rows(1, 13, {}, 5).square
+    assert solver.use_of_rows(1, 13, state, 6).square
+    assert not solver.without_rows().use_of_rows(1, 0, {}, 5).square
+    assert solver.is_fixed_work(0, torch.zeros(3, 4), False)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0), (0, 3, 4), (2, 3, 0), (2, 0, 4)], ids=str)
+def test_a_layer_without_inputs_outputs_or_members_stays(shape: tuple[int, ...]) -> None:
+    weight = torch.zeros(shape)
+    problem = weight_problem(weight, torch.zeros(*shape[:-2], 6, shape[-1]))
+    states: dict[str, dict[str, Tensor]] = {"weight": {}}
+    numbers = {"weight": Numbers(0.1, 0.9, 0.9)}
+    assert Spectral().direction(problem, states, numbers) is None
+    found, after = Spectral().solve(problem, states, numbers, 1, "constant")
+    assert found["weight"] is weight
+    assert after is states
+
+
+def weight_problem(weight: Tensor, x: Tensor, **changes: Any) -> LocalProblem:
+    problem = LocalProblem(
+        linear_map=Dense(),
+        x=x,
+        start={"weight": weight},
+        fixed={},
+        backprop={"weight": torch.randn(weight.shape, generator=torch.manual_seed(1)).to(weight)},
+        target=GradientDescent(),
+        loss=Squared(),
+        transfer=Tanh(),
+        gamma=1.0,
+        eta=0.1,
+        regularizer=REGULARIZERS["none"],
+    )
+    return replace(problem, **changes)
+
+
+@pytest.mark.parametrize("eps_bits", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_damping_is_at_least_64_units_of_rounding(eps_bits: torch.dtype) -> None:
+    """With a late step and a tiny damping, the inverse of C + λI shows λ."""
+    weight = torch.ones(2, 2, dtype=eps_bits)
+    problem = weight_problem(weight, torch.eye(2, dtype=eps_bits)[:1])
+    state = {"step": torch.full((1, 1), 1e30), "average": torch.zeros(2, 2)}
+    found = Spectral(damping=1e-30).direction(problem, {"weight": state}, {"weight": Numbers(0.1)})
+    assert found is not None
+    gram = torch.diag(torch.tensor([2.0, 0.0])).double()  # divided by its mean diagonal
+    least = 64 * torch.finfo(eps_bits).eps
+    expected = torch.linalg.inv(gram + least * torch.eye(2).double())
+    torch.testing.assert_close(found.state["inverse"].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+class OtherHalf:
+    """A process with the other outputs of a layer, as many as here and with equal sums."""
+
+    def __init__(self, d: int) -> None:
+        self.d = d
+
+    def add_up(self, of_rows: Tensor) -> Tensor:
+        return 2 * of_rows
+
+
+@pytest.mark.parametrize(("d", "n"), [(3, 4), (3, 10)])
+def test_outputs_on_two_processes(d: int, n: int) -> None:
+    """Norms and lengths of steps are those of all outputs, as with both halves on one process."""
+    solver, numbers = Spectral(agreement=0.7), {"weight": Numbers(0.1, 0.9, 0.8)}
+    half = weight_problem(torch.zeros(d, n).double(), torch.randn(8, n).double())
+    factor = torch.randn(d, n, generator=torch.manual_seed(2), dtype=torch.float64)
+    both = replace(
+        half,
+        start={"weight": half.start["weight"].repeat(2, 1)},
+        backprop={"weight": half.backprop["weight"].repeat(2, 1)},
+    )
+    half = replace(half, outputs=OtherHalf(2 * d))
+    states: list[Any] = [{"weight": {}}, {"weight": {}}]
+    for step in range(3):
+        new = []
+        for i, (problem, own) in enumerate([(half, factor), (both, factor.repeat(2, 1))]):
+            problem = replace(
+                problem,
+                number=step,
+                backprop={"weight": problem.backprop["weight"] * (-0.5) ** step},
+            )
+            found = solver.direction(problem, states[i], numbers)
+            assert found is not None
+            moved, states[i] = solver.displaced(problem, states[i], numbers, found, own)
+            new.append(moved["weight"])
+        torch.testing.assert_close(new[0], new[1][:d])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_the_step_number_stays_in_float32(dtype: torch.dtype) -> None:
+    """In bfloat16, 256 + 1 is 256; all other entries have the dtype of the weight."""
+    problem = weight_problem(torch.zeros(2, 3, dtype=dtype), torch.ones(4, 3, dtype=dtype))
+    states: Any = {"weight": {}}
+    states = Spectral().solve(problem, states, {"weight": Numbers(0.1)}, 1, "constant")[1]
+    states["weight"]["step"].fill_(256)
+    state = Spectral().solve(problem, states, {"weight": Numbers(0.1)}, 1, "constant")[1]["weight"]
+    assert state["step"].dtype == torch.float32
+    assert state["step"].item() == 257
+    assert {entry.dtype for key, entry in state.items() if key != "step"} == {dtype}
