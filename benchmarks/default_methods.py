@@ -58,6 +58,20 @@ BASELINES = {
 }
 """The methods that ours is compared with. Adam() and AdamW() are one of the four rates of the next."""
 
+WIDE = {
+    row.key: row
+    for row in (
+        Row("adam-wide", "Adam, 7 rates", "adam", _rates(1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)),
+        Row(
+            "muon-wide",
+            "Muon, 8 rates",
+            "muon",
+            _rates(1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16),
+        ),
+    )
+}
+"""Methods at more rates, for tasks whose best rates lie far apart; `run` takes them by name only."""
+
 
 def ours(settings: Settings) -> Row:
     """Return the row of LocoProp with these settings."""
@@ -149,8 +163,9 @@ def _muon(model: nn.Module, task: Task, settings: Settings) -> Optimizer:
     """Return Muon for all matrices and filters but embeddings and the layer of the classes."""
     tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
     matrices = [p for p in model.parameters() if p.dim() >= 2 and id(p) not in tables]
-    if isinstance(task.loss, nn.CrossEntropyLoss):
-        matrices = matrices[:-1]
+    if isinstance(task.loss, nn.CrossEntropyLoss) and len(matrices) > 1:
+        last = [part.weight for part in model.modules() if isinstance(part, nn.Linear)][-1]
+        matrices = [p for p in matrices if p is not last]
     own = set(map(id, matrices))
     return MuonAndAdamW(matrices, [p for p in model.parameters() if id(p) not in own], **settings)
 

@@ -29,6 +29,8 @@ COLOURS = {
     "adam": ("#5a5a5a", "-"),
     "adamw": ("#b07d00", "-"),
     "muon": ("#3d8b37", "-"),
+    "adam-wide": ("#5a5a5a", ":"),
+    "muon-wide": ("#3d8b37", ":"),
     "soap": ("#7b4fa3", "-"),
 }
 

@@ -27,8 +27,9 @@ from torch import Tensor
 
 import torch_locoprop
 from benchmarks.clock import now
+from benchmarks.default_groups import TASKS
 from benchmarks.default_methods import OURS, build
-from benchmarks.default_tasks import TASKS, Data, Task
+from benchmarks.default_tasks import Data, Task
 
 PARTS = 20
 FINAL = 2

@@ -151,7 +151,8 @@ class Score:
     Args:
         ahead: number of tasks in which its loss is lower.
         of: number of tasks in which both have a result.
-        ratio: geometric mean of its loss relative to the other's; infinite if it diverged.
+        ratio: geometric mean of its loss relative to the other's, where both are positive;
+            infinite if it diverged.
         behind: names of the tasks in which its loss is not lower.
     """
 
@@ -163,7 +164,7 @@ class Score:
 
 def score(comparison: Comparison, mine: Row, other: Row, measure: str) -> Score:
     """Return how `mine` does against `other`."""
-    ahead, ratios, behind = 0, [], []
+    ahead, count, ratios, behind = 0, 0, [], []
     for task in comparison.tasks:
         own = comparison.cell(task, mine, measure).loss
         its = comparison.cell(task, other, measure).loss
@@ -173,10 +174,12 @@ def score(comparison: Comparison, mine: Row, other: Row, measure: str) -> Score:
             ahead += 1
         else:
             behind.append(task)
-        ratios.append(own / its if math.isfinite(its) else (1.0 if math.isinf(own) else 0.0))
+        count += 1
+        if min(own, its) > 0:  # a quotient of negative losses says nothing
+            ratios.append(own / its if math.isfinite(its) else (1.0 if math.isinf(own) else 0.0))
     logs = [math.log(ratio) for ratio in ratios if ratio > 0]
     mean = math.exp(fmean(logs)) if logs else math.nan
-    return Score(ahead, len(ratios), mean, behind)
+    return Score(ahead, count, mean, behind)
 
 
 # ---- text ---------------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ class Task:
         steps: number of steps.
         large: True for a task meant for a GPU; `all` does not include it.
         held_out: True for a task on which no setting was chosen; `all` does not include it.
+        odd: True for a task of `odd_tasks`; `all` does not include it.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Task:
     steps: int
     large: bool = False
     held_out: bool = False
+    odd: bool = False
 
     @property
     def fingerprint(self) -> str:
@@ -205,7 +207,8 @@ class BceSummedOverPixels(nn.BCEWithLogitsLoss):
 # ---- the tasks ----------------------------------------------------------------------------------
 
 
-def _all() -> list[Task]:
+def ordinary() -> list[Task]:
+    """Return the tasks of `all`."""
     mnist = partial(partial, _images, name="mnist")
     fashion = partial(partial, _images, name="fashion-mnist")
     curves = partial(partial, _images, name="curves", target="image")
@@ -343,7 +346,7 @@ def _all() -> list[Task]:
     ]
 
 
-def _large() -> list[Task]:
+def large() -> list[Task]:
     """Return larger tasks for a GPU, which `all` does not include."""
     mnist = partial(partial, _images, name="mnist")
     fashion = partial(partial, _images, name="fashion-mnist")
@@ -392,7 +395,7 @@ def _large() -> list[Task]:
     ]
 
 
-def _held_out() -> list[Task]:
+def held_out() -> list[Task]:
     """Return tasks like those of `all` on which no setting of ours was chosen."""
     mnist = partial(partial, _images, name="mnist")
     fashion = partial(partial, _images, name="fashion-mnist")
@@ -514,44 +517,3 @@ def _held_out() -> list[Task]:
             held_out=True,
         ),
     ]
-
-
-TASKS = {task.name: task for task in (*_all(), *_large(), *_held_out())}
-
-SHORT = 600
-"""Tasks of at most so many steps make the group `short`, the others `long`."""
-
-
-def _is_ordinary(task: Task) -> bool:
-    return not (task.large or task.held_out)
-
-
-GROUPS: dict[str, Callable[[Task], bool]] = {
-    "all": _is_ordinary,
-    "short": lambda task: _is_ordinary(task) and task.steps <= SHORT,
-    "long": lambda task: _is_ordinary(task) and task.steps > SHORT,
-    "large": lambda task: task.large,
-    "held-out": lambda task: task.held_out,
-}
-
-
-def selected(names: list[str]) -> list[Task]:
-    """Return the tasks of these names; a name may be one of `GROUPS` or the start of several names.
-
-    Raises:
-        ValueError: If a name matches no task.
-    """
-    found: dict[str, Task] = {}
-    for name in names:
-        matching = [task for task in TASKS.values() if _matches(task, name)]
-        if not matching:
-            known = ", ".join([*GROUPS, *TASKS])
-            raise ValueError(f"Unknown task {name!r}. Known: {known}.")
-        found |= {task.name: task for task in matching}
-    return [task for task in TASKS.values() if task.name in found]
-
-
-def _matches(task: Task, name: str) -> bool:
-    if name in GROUPS:
-        return GROUPS[name](task)
-    return task.name == name or task.name.startswith(f"{name}-")

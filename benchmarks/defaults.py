@@ -33,10 +33,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.default_methods import BASELINES, OURS, Row, ours, parse_settings
+from benchmarks.default_groups import TASKS, selected
+from benchmarks.default_methods import BASELINES, OURS, WIDE, Row, ours, parse_settings
 from benchmarks.default_runs import Cache, Job, code_fingerprint, read_results, run_all
 from benchmarks.default_table import Comparison, score, tables
-from benchmarks.default_tasks import TASKS, Task, selected
+from benchmarks.default_tasks import Task
 from benchmarks.options import add_options
 from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.machine import environment
@@ -100,7 +101,7 @@ def _add_run_options(run: argparse.ArgumentParser) -> None:
         "--methods",
         nargs="+",
         default=[OURS, *BASELINES],
-        help=f"what to run: {OURS} {' '.join(BASELINES)} (default: all)",
+        help=f"what to run: {OURS} {' '.join([*BASELINES, *WIDE])} (default: all but the last two)",
     )
     run.add_argument(
         "--ours",
@@ -131,12 +132,13 @@ def _rows(methods: Sequence[str], candidates: Sequence[str] | None) -> list[Row]
     Raises:
         ValueError: If a method is unknown or a setting is not NAME=VALUE.
     """
-    known = [OURS, *BASELINES]
+    others = {**BASELINES, **WIDE}
+    known = [OURS, *others]
     for name in methods:
         if name not in known:
             raise ValueError(unknown("method", name, known))
     own = [ours(parse_settings(text)) for text in candidates or [""]] if OURS in methods else []
-    return [*own, *(row for key, row in BASELINES.items() if key in methods)]
+    return [*own, *(row for key, row in others.items() if key in methods)]
 
 
 def _run(options: argparse.Namespace) -> Comparison:
@@ -155,7 +157,7 @@ def _run(options: argparse.Namespace) -> Comparison:
         timed=options.timed,
     )
     # Baselines that were not asked for are shown where their results are known.
-    rows = [*(row for row in rows if row.method == OURS), *BASELINES.values()]
+    rows = [*(row for row in rows if row.method == OURS), *BASELINES.values(), *WIDE.values()]
     for job in _jobs(tasks, rows, options.seeds, options.device):
         if job.key not in results and (known := cache.get(job.key, options.timed)) is not None:
             results[job.key] = known

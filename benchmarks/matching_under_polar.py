@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.default_groups import TASKS
 from benchmarks.default_methods import BUILDERS, Settings
 from benchmarks.default_runs import Job, train
-from benchmarks.default_tasks import TASKS, Task
+from benchmarks.default_tasks import Task
 from torch_locoprop import LocoProp
 from torch_locoprop.functional import spectral
 

@@ -11,11 +11,19 @@ import pytorch_optimizer
 import torch
 from torch import nn
 
-from benchmarks import default_methods, default_profile, default_runs, default_tasks, defaults
+from benchmarks import (
+    default_methods,
+    default_profile,
+    default_runs,
+    default_tasks,
+    defaults,
+    odd_tasks,
+)
+from benchmarks.default_groups import TASKS, selected
 from benchmarks.default_methods import BASELINES, build, ours, parse_settings
 from benchmarks.default_runs import FINAL, PARTS, Cache, Job, Result, train
 from benchmarks.default_table import Comparison, score, tables
-from benchmarks.default_tasks import TASKS, Data, Task, selected
+from benchmarks.default_tasks import Data, Task
 from benchmarks.plain_soap import SOAP
 from torch_locoprop import LocoProp
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
@@ -90,6 +98,29 @@ def test_every_task_trains_by_every_method(name: str, images: None, text: Path) 
         assert run.final != run.losses[0]
 
 
+@pytest.mark.parametrize("task", selected(["odd"]), ids=lambda task: task.name)
+def test_every_odd_task_takes_steps_of_ours_and_of_muon(
+    task: Task, images: None, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(odd_tasks, "RANDOM", 100)
+    monkeypatch.setattr(odd_tasks, "TESTED", 20)
+    default_runs._data.cache_clear()
+    data = task.data(text, "cpu")
+    inputs, targets = data.batch(torch.arange(min(task.batch, 4)))
+    for method in ("ours", "muon"):
+        model = task.model()
+        optimizer = build(method, model, task, {} if method == "ours" else ADAM)
+        before = [p.detach().clone() for p in model.parameters()]
+        loss = task.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert any(moved)
+        assert math.isfinite(loss.item())
+    model.eval()
+    assert math.isfinite(task.loss(model(data.test[0]), data.test[1]).item())
+
+
 def test_all_methods_see_the_same_batches_and_start_at_the_same_weights(
     images: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +159,9 @@ def test_large_and_held_out_tasks_are_run_only_if_they_are_asked_for() -> None:
     assert len(held_out) >= 10
     assert not large & small
     assert not held_out & (large | small)
-    assert large | small | held_out == set(TASKS)
+    odd = {task.name for task in selected(["odd"])}
+    assert not odd & (held_out | large | small)
+    assert large | small | held_out | odd == set(TASKS)
     assert small == {task.name for task in selected(["short", "long"])}
 
 
@@ -331,6 +364,20 @@ def test_scores_by_hand() -> None:
     # When Adam() ends, the first run of ours is at part 10 of 20: losses 12 and 11.
     assert made.cell("friedman-200", mine, "time").loss == pytest.approx(11.5)
     assert score(made, mine, adam, "time").ahead == 0
+
+
+def test_a_negative_loss_counts_but_has_no_quotient() -> None:
+    tasks = ["friedman-200", "gpt-300"]
+    losses = {("ours", tasks[0]): -4.0, ("adam", tasks[0]): -2.0}
+    losses |= {("ours", tasks[1]): 6.0, ("adam", tasks[1]): 2.0}
+    found = [
+        result(task, method, {} if method == "ours" else ADAM, loss=loss)
+        for (method, task), loss in losses.items()
+    ]
+    made = Comparison(tasks, [ours({}), BASELINES["adam()"]], [0], found)
+    counted = score(made, *made.rows, "steps")
+    assert (counted.ahead, counted.of, counted.behind) == (1, 2, ["gpt-300"])
+    assert counted.ratio == pytest.approx(3)
 
 
 def test_a_row_takes_the_best_rate_of_the_mean_over_the_seeds() -> None:

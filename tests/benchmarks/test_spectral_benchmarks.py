@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks import matching_under_polar, spectral_step
-from benchmarks.default_tasks import TASKS
+from benchmarks.default_groups import TASKS
 from torch_locoprop.functional import polar, spectral
 
 
