@@ -55,6 +55,7 @@ OPTIONS: list[dict[str, Any]] = [
     *({"variant": variant} for variant in (*BACKPROP_VARIANTS, "natural-s")),
     *({"solver": solver} for solver in FIRST_ORDER),
     {"variant": "locoprop-s", "solver": "exact"},
+    *({"preset": preset, "weight_decay": 0.1} for preset in ("spectral", "general")),
     {"regularizer": "l2", "weight_decay": 0.1},
     {"cap": 0.01, "gate": True},
     {"apply": "gradient", "outer": lambda params: torch.optim.AdamW(params, lr=1e-2)},

@@ -15,6 +15,9 @@ from torch.optim import lr_scheduler
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.regularizers import L1
 from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.solvers import Spectral
+
+each_preset = pytest.mark.parametrize("preset", ["paper-m", "spectral", "general"])
 
 
 def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> None:
@@ -26,22 +29,24 @@ def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> None:
 
 def after_one_step(model: nn.Sequential | None = None, **options: Any) -> list[torch.Tensor]:
     model = model or network()
-    step(model, LocoProp(model, preset="paper-m", output_transfer="sigmoid", **options))
+    step(model, LocoProp(model, **{"preset": "paper-m", "output_transfer": "sigmoid", **options}))
     return weights(model)
 
 
-def test_scheduled_lr_is_the_one_used() -> None:
+@each_preset
+def test_scheduled_lr_is_the_one_used(preset: str) -> None:
     model = network()
-    opt = LocoProp(model, preset="paper-m", lr=1.0, output_transfer="sigmoid")
+    opt = LocoProp(model, preset=preset, lr=1.0, output_transfer="sigmoid")
     lr_scheduler.LambdaLR(opt, lambda epoch: 1e-3)
     step(model, opt)
-    assert_close(weights(model), after_one_step(lr=1e-3))
+    assert_close(weights(model), after_one_step(preset=preset, lr=1e-3))
 
 
-def test_one_cycle_moves_lr_and_momentum() -> None:
+@each_preset
+def test_one_cycle_moves_lr_and_momentum(preset: str) -> None:
     model, reference = network(), network()
-    opt = LocoProp(model, preset="paper-m", lr=1e-3, momentum=0.9, output_transfer="sigmoid")
-    plain = LocoProp(reference, preset="paper-m", lr=1e-3, momentum=0.9, output_transfer="sigmoid")
+    options = {"preset": preset, "lr": 1e-3, "momentum": 0.9, "output_transfer": "sigmoid"}
+    opt, plain = LocoProp(model, **options), LocoProp(reference, **options)
     scheduler = lr_scheduler.OneCycleLR(opt, max_lr=1e-2, total_steps=6)
     seen = set()
     for k in range(6):
@@ -117,6 +122,49 @@ def test_a_group_overrides_any_setting_for_its_layer(override: dict[str, Any]) -
     assert_close(mixed[2:4], everywhere[2:4])
     assert_close(mixed[:2] + mixed[4:], nowhere[:2] + nowhere[4:])
     assert not torch.equal(everywhere[2], nowhere[2])
+
+
+SPECTRAL_OVERRIDES: list[dict[str, Any]] = [
+    {"lr": 5e-3},
+    {"momentum": 0.5},
+    {"decay": 0.5},
+    {"weight_decay": 10.0},
+    {"solver": Spectral(every=3, averaging=0.5, damping=0.3, agreement=0.5)},
+    {"variant": "locoprop-m", "solver": "rmsprop"},
+    {"maximize": True},
+]
+
+
+@pytest.mark.parametrize("override", SPECTRAL_OVERRIDES, ids=lambda own: next(iter(own)))
+@pytest.mark.parametrize("preset", ["spectral", "general"])
+def test_a_group_overrides_settings_of_a_spectral_step(
+    preset: str, override: dict[str, Any]
+) -> None:
+    """The layer moves as if all layers had the setting, the others as if none had."""
+    ends = []
+    for first, second in ((override, {}), (override, override), ({}, {})):
+        model = network()
+        groups = [
+            {"params": model[0].parameters(), **first},
+            {"params": [*model[2].parameters(), *model[4].parameters()], **second},
+        ]
+        opt = LocoProp(
+            model, preset=preset, lr=1e-3, output_transfer="sigmoid", param_groups=groups
+        )
+        start = copy.deepcopy(model.state_dict())
+        for seed in range(3):  # all gradients are those at the start, so they are equal in all runs
+            x = batch(8, 6, seed=seed)
+            moved = copy.deepcopy(model.state_dict())
+            model.load_state_dict(start)
+            cross_entropy(model(x), x[:, :3]).backward()
+            model.load_state_dict(moved)
+            opt.step()
+            opt.zero_grad()
+        ends.append(weights(model))
+    mixed, everywhere, nowhere = ends
+    assert_close(mixed[:2], everywhere[:2])
+    assert_close(mixed[2:], nowhere[2:])
+    assert not torch.equal(everywhere[0], nowhere[0])
 
 
 def test_weight_and_bias_may_be_in_different_groups() -> None:

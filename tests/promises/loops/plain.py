@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 
 VARIANTS = ("locoprop-s", "locoprop-m", "pocoprop-s")
+PRESETS = ("spectral", "general")
 STEPS = 3
 
 Backward = Callable[[nn.Module, Tensor, Tensor], object]
 
-each_variant = pytest.mark.parametrize("variant", VARIANTS)
+each_variant = pytest.mark.parametrize("variant", [*VARIANTS, *PRESETS])
+each_iterated = pytest.mark.parametrize("variant", VARIANTS)  # with local iterations and γ
 each_model = pytest.mark.parametrize("kind", ["linear", "conv"])
 
 
@@ -40,8 +42,11 @@ def data(kind: str = "linear", seed: int = 0, rows: int = 8) -> tuple[Tensor, Te
 
 
 def loco(model: nn.Module, variant: str = "locoprop-m", **options: Any) -> LocoProp:
-    given = {"lr": 1e-2, "gamma": 2.0, "momentum": 0.9, "output_transfer": "sigmoid", **options}
-    return LocoProp(model, variant=variant, **given)
+    """Return the optimizer of a variant, or of a preset with spectral steps."""
+    given = {"lr": 1e-2, "momentum": 0.9, "output_transfer": "sigmoid", **options}
+    if variant in PRESETS:
+        return LocoProp(model, preset=variant, **given)
+    return LocoProp(model, variant=variant, **{"gamma": 2.0, **given})
 
 
 def plain(model: nn.Module, x: Tensor, y: Tensor) -> None:

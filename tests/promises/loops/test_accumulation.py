@@ -6,7 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_close, cross_entropy, network, weights
-from promises.loops.plain import data, distance, each_model, each_variant, loco, plain, train
+from promises.loops.plain import (
+    data,
+    distance,
+    each_iterated,
+    each_model,
+    each_variant,
+    loco,
+    plain,
+    train,
+)
 from torch import Tensor, nn
 
 from torch_locoprop.solvers import Exact
@@ -40,7 +49,7 @@ def test_micro_batches_are_one_batch(variant, kind, loss, parts) -> None:  # typ
     assert_close(train(variant, kind, in_parts), train(variant, kind, at_once), 1e-10)
 
 
-@each_variant
+@each_iterated
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_with_the_mean_over_rows(variant: str, reduction: str) -> None:
     """local_reduction="mean" divides by the rows of all micro-batches, and by the loss's terms."""

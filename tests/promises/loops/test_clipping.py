@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import assert_close, cross_entropy, network, weights
-from promises.loops.plain import data, distance, each_model, each_variant, loco, make, plain, train
+from promises.loops.plain import (
+    data,
+    distance,
+    each_iterated,
+    each_model,
+    each_variant,
+    loco,
+    make,
+    plain,
+    train,
+)
 from torch import Tensor, nn
 
 
@@ -39,7 +49,7 @@ def test_a_bound_that_is_not_reached_changes_nothing(variant: str) -> None:
     assert_close(train(variant, before_step=clip), train(variant), 0.0)
 
 
-@each_variant
+@each_iterated
 @pytest.mark.parametrize(
     "clip",
     [

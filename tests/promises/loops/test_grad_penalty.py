@@ -7,7 +7,16 @@ from collections.abc import Callable
 import pytest
 import torch
 from cases import assert_close, cross_entropy, network, weights
-from promises.loops.plain import data, distance, each_model, each_variant, loco, plain, train
+from promises.loops.plain import (
+    data,
+    distance,
+    each_iterated,
+    each_model,
+    each_variant,
+    loco,
+    plain,
+    train,
+)
 from torch import Tensor, nn
 
 
@@ -76,7 +85,7 @@ def test_a_penalty_on_the_gradient(variant: str, kind: str) -> None:
     assert distance(one, train(variant, kind)) > 1e-6
 
 
-@each_variant
+@each_iterated
 def test_one_iteration_on_a_penalized_loss_is_sgd(variant: str) -> None:
     model, other = network(), network()
     opt = loco(model, variant, solver="sgd", local_steps=1, lr=0.05)

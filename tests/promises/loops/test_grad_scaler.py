@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_close, cross_entropy, network, weights
-from promises.loops.plain import STEPS, data, distance, each_model, loco, make
+from promises.loops.plain import PRESETS, STEPS, data, distance, each_model, loco, make
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
@@ -25,7 +25,7 @@ class OwnTarget(Target):
 
 
 VARIANTS = {
-    **{name: name for name in ("locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m")},
+    **{name: name for name in ("locoprop-s", "locoprop-m", "pocoprop-s", "pocoprop-m", *PRESETS)},
     "own": Variant("own", OwnTarget(), Matching()),
 }
 each_variant = pytest.mark.parametrize("variant", VARIANTS)
@@ -89,7 +89,7 @@ def test_with_accumulation(variant: str) -> None:
     assert_close(run(variant, scale=2.0**10, parts=4), run(variant), 1e-10)
 
 
-@each_variant
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name not in PRESETS])
 def test_with_the_mean_over_rows(variant: str) -> None:
     how = {"options": {"local_reduction": "mean"}}
     found = run(variant, scale=2.0**10, options={"local_reduction": "mean"})

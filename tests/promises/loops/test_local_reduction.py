@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_close, batch, cross_entropy, network, weights
-from promises.loops.plain import data, distance, each_variant, loco, make
+from promises.loops.plain import data, distance, each_iterated, loco, make
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
@@ -34,7 +34,7 @@ def trained(
     return weights(model)
 
 
-@each_variant
+@each_iterated
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_neither_batch_size_nor_reduction_matter(variant: str, kind: str, loss: Any) -> None:
@@ -65,7 +65,7 @@ def test_for_other_solvers(solver: str) -> None:
     assert_close(one, two, 1e-9)
 
 
-@each_variant
+@each_iterated
 def test_the_sum_does_depend_on_the_batch_size(variant: str) -> None:
     """As in the paper; it shows that the tests above can fail."""
     x, y = data()
@@ -88,7 +88,7 @@ def test_without_a_loss_the_batch_size_does_not_matter() -> None:
     assert_close(*results, 1e-11)
 
 
-@each_variant
+@each_iterated
 @pytest.mark.parametrize(
     ("loss", "transfer"),
     [
