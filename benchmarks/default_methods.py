@@ -61,12 +61,17 @@ BASELINES = {
 WIDE = {
     row.key: row
     for row in (
-        Row("adam-wide", "Adam, 7 rates", "adam", _rates(1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)),
+        Row(
+            "adam-wide",
+            "Adam, 9 rates",
+            "adam",
+            _rates(5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1, 0.2),
+        ),
         Row(
             "muon-wide",
-            "Muon, 8 rates",
+            "Muon, 9 rates",
             "muon",
-            _rates(1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16),
+            _rates(6.25e-4, 1.25e-3, 2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2, 8e-2, 0.16),
         ),
     )
 }

@@ -465,6 +465,12 @@ def test_the_page_has_the_tables_of_the_committed_file() -> None:
     assert defaults.with_tables(page, defaults._read(defaults.PUBLISHED)) == page
 
 
+def test_the_page_has_the_table_of_the_odd_tasks() -> None:
+    made = defaults._read(defaults.PUBLISHED.with_name("defaults-odd-cpu.json"))
+    assert made.tasks == [task.name for task in selected(["odd"])]
+    assert tables(made, ["steps"]) in (ROOT / "docs" / "results-defaults.md").read_text()
+
+
 def test_tables_go_between_the_marks_of_a_page() -> None:
     start, end = defaults.MARKS
     page = defaults.with_tables(f"before\n{start} old {end}\nafter\n", comparison(timed=False))
