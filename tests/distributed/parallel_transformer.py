@@ -134,6 +134,7 @@ def train(
         batch = torch.randint(TOKENS, (BATCH, LENGTH + 1), generator=numbers)[part]
         if step < skip:
             continue
+        batch = batch.to(model.head.weight.device)
         out = model(batch[:, :-1])
         loss = cross_entropy(out.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum")
         (replicas * loss / (BATCH * LENGTH)).backward()  # type: ignore[no-untyped-call]

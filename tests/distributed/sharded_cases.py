@@ -191,8 +191,9 @@ def train(
     several = ("accumulated", "without sync", "unsharded", "scaled between passes")
     passes = 2 if case.order in several else 1
     whole: Any = model
+    like = next(model.parameters())
     for step in range(skip + steps):
-        batch = torch.rand(ROWS, 6, generator=numbers).to(next(model.parameters()).dtype)
+        batch = torch.rand(ROWS, 6, generator=numbers).to(like.device, like.dtype)
         if step < skip:
             continue
         if case.order == "discarded":  # by code that does not know the optimizer
