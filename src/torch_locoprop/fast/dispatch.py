@@ -3,7 +3,7 @@
 Every fast path computes what its plain version computes, to rounding, and is tested against it.
 
 - :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
-- :func:`product`, :func:`polar`: a matrix product and a polar factor of a spectral step;
+- :func:`product`, :func:`inverse`, :func:`polar`: the products of a spectral step;
 - :func:`finite`, :func:`write`: the check and the write of a solution;
 - ``streams``: side streams for independent layers while a CUDA graph is recorded;
 - ``graphs``: recording and replaying work as a CUDA graph;
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torch_locoprop.fast import cpu_gram, cpu_onednn, cpu_spectral
+from torch_locoprop.fast import cpu_gram, cpu_onednn, cpu_spectral, cuda_spectral
 from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.fast import cuda_streams as streams
 from torch_locoprop.fast import overlapped_weight_grads as overlap
@@ -43,6 +43,7 @@ __all__ = [
     "finite",
     "gram",
     "graphs",
+    "inverse",
     "is_launched_alone",
     "may_have_kernels",
     "overlap",
@@ -80,7 +81,7 @@ def solve(
         The new tensors and the new states, as :meth:`torch_locoprop.solvers.Solver.solve` does.
     """
     if isinstance(solver, Spectral) and type(solver).solve is Spectral.solve:
-        found = solver.direction(problem, states, numbers, product)
+        found = solver.direction(problem, states, numbers, product, inverse)
         if found is None:
             return problem.start, states
         factor = polar(found.matrix, found.products)
@@ -145,6 +146,11 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     return left @ right
 
 
+def inverse(factor: Tensor) -> Tensor:
+    """Return ``(L Lᵀ)⁻¹`` of a Cholesky factor L as ``torch.cholesky_inverse`` does."""
+    return cuda_spectral.inverse(factor) if factor.is_cuda else torch.cholesky_inverse(factor)
+
+
 def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Return a polar factor as :func:`torch_locoprop.paper.spectral.polar` does.
 
@@ -152,6 +158,8 @@ def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         matrix: a matrix, ``[..., d, n]``.
         dtype: dtype of the matrix products; None is that of ``matrix``.
     """
+    if matrix.is_cuda:
+        return cuda_spectral.polar(matrix, dtype)
     own = dtype is None or dtype == matrix.dtype
     if own and cpu_spectral.fits(matrix, min(matrix.shape[-2:]) // 2):  # half of them are smaller
         return cpu_spectral.polar(matrix)

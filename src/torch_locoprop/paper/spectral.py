@@ -18,7 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.tensors import Number
+from torch_locoprop.paper.tensors import Inverse, Number
 
 # The quintic a·s + b·s³ + c·s⁵ raises small singular values fast and keeps large ones near one.
 QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -128,19 +128,24 @@ def agreement(signal: Tensor, known: Tensor, least: float) -> Tensor:
     return (1 - known * (1 - signal)).clamp(least**2, 1.0).sqrt()
 
 
-def damped_inverse(gram: Tensor, damping: Number, otherwise: Tensor | None) -> Tensor:
+def damped_inverse(
+    gram: Tensor,
+    damping: Number,
+    otherwise: Tensor | None,
+    inverse_of: Inverse = torch.cholesky_inverse,
+) -> Tensor:
     """Return ``(C + λI)⁻¹``; the host does not wait for the device.
 
     Args:
         gram: C, symmetric and positive semidefinite, ``[..., n, n]``.
         damping: λ, a number or ``[..., 1, 1]``.
         otherwise: returned for matrices that have no Cholesky factor by rounding; None is I.
+        inverse_of: computes the inverse from the Cholesky factor.
     """
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor, info = torch.linalg.cholesky_ex(gram + damping * eye)
     failed = (info != 0)[..., None, None]
-    inverse = torch.cholesky_inverse(factor)
-    return torch.where(failed, eye if otherwise is None else otherwise, inverse)
+    return torch.where(failed, eye if otherwise is None else otherwise, inverse_of(factor))
 
 
 def _plus_product(beta: float, start: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch_locoprop.paper.fisher import (
 from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse
-from torch_locoprop.paper.tensors import Number, Product, Tensors, join, split
+from torch_locoprop.paper.tensors import Inverse, Number, Product, Tensors, join, split
 
 STRUCTURES = ("dense", "block", "diagonal")
 
@@ -155,17 +155,23 @@ class StructuredGram:
         """Return ``decay · past + (1 − decay) · C``."""
         return replace(self, entries=torch.lerp(self.entries, past, decay))
 
-    def damped_inverse(self, damping: Tensor, otherwise: Tensor | None) -> Tensor:
+    def damped_inverse(
+        self,
+        damping: Tensor,
+        otherwise: Tensor | None,
+        inverse_of: Inverse = torch.cholesky_inverse,
+    ) -> Tensor:
         """Return ``(C + λI)⁻¹`` in the structure of C, without waiting for the device.
 
         Args:
             damping: λ, ``[..., 1, 1]``.
             otherwise: returned for matrices that have no Cholesky factor by rounding; None is I.
+            inverse_of: computes an inverse from a Cholesky factor.
         """
         if self.structure == "diagonal":
             return 1 / (self.entries + damping.squeeze(-1))
         own = damping.unsqueeze(-1) if self.structure == "block" else damping
-        return damped_inverse(self.entries, own, otherwise)
+        return damped_inverse(self.entries, own, otherwise, inverse_of)
 
     @property
     def _inner_dimensions(self) -> int:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 Tensors = dict[str, Tensor]
 Number = float | Tensor  # one number for all problems, or a tensor [K] with one for each
 Product = Callable[[Tensor, Tensor], Tensor]  # a matrix product; torch.matmul is the plain one
+Inverse = Callable[[Tensor], Tensor]  # (L Lᵀ)⁻¹ of L; torch.cholesky_inverse is the plain one
 
 
 def join(tensors: Tensors) -> Tensor:

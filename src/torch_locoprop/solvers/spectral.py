@@ -34,7 +34,7 @@ from torch_locoprop.paper.spectral import (
 )
 from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.targets import BackPropTarget
-from torch_locoprop.paper.tensors import Number, Product, Tensors, join, split, spread
+from torch_locoprop.paper.tensors import Inverse, Number, Product, Tensors, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
@@ -117,6 +117,7 @@ class Spectral(Solver):
         states: States,
         numbers: dict[str, Numbers],
         product: Product = torch.matmul,
+        inverse_of: Inverse = torch.cholesky_inverse,
     ) -> Direction | None:
         """Return the first half of a step: the matrix whose polar factor the second half needs.
 
@@ -125,6 +126,7 @@ class Spectral(Solver):
             states: for each trained tensor its state.
             numbers: learning rate and other numbers of each trained tensor.
             product: computes the product with the inverse.
+            inverse_of: computes the inverse from a Cholesky factor.
 
         Returns:
             The direction; None for a layer without inputs or outputs, which does not move.
@@ -139,7 +141,7 @@ class Spectral(Solver):
             old = {}  # the bias was frozen or unfrozen
         state = {key: entry if key == "step" else entry.to(gradient) for key, entry in old.items()}
         mu = spread(numbers[owner].momentum, gradient)
-        state = self._renewed(problem, state, gradient)
+        state = self._renewed(problem, state, gradient, inverse_of)
         if self.agreement > 0:
             state = _compared(problem, gradient, state, mu)
         state = {**state, "average": _average(state.get("average"), gradient, mu)}
@@ -185,7 +187,9 @@ class Spectral(Solver):
         kept = {key: entry if key == "step" else entry.to(dtype) for key, entry in state.items()}
         return new, {**states, owner: kept}
 
-    def _renewed(self, problem: LocalProblem, state: Tensors, gradient: Tensor) -> Tensors:
+    def _renewed(
+        self, problem: LocalProblem, state: Tensors, gradient: Tensor, inverse_of: Inverse
+    ) -> Tensors:
         """Return the state with the next step number and, if it is due, with new C and inverse."""
         ones = (*gradient.shape[:-2], 1, 1)
         start = torch.zeros(ones, dtype=torch.float32, device=gradient.device)
@@ -202,7 +206,7 @@ class Spectral(Solver):
         rounding = 64 * torch.finfo(next(iter(problem.start.values())).dtype).eps
         before = state["step"].to(gradient) - 1
         damping = (1 / (1 + before / self.fall)).clamp_min(max(self.damping, rounding))
-        inverse = gram.damped_inverse(damping, state.get("inverse"))
+        inverse = gram.damped_inverse(damping, state.get("inverse"), inverse_of)
         return {**state, "gram": gram.entries, "inverse": inverse}
 
     def _square(self, problem: LocalProblem, like: Tensor) -> Tensor:

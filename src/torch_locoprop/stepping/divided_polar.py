@@ -52,7 +52,9 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
         layers: the problems of the same layers in all processes.
     """
     found = [
-        _solver(each).direction(each.problem, each.states, each.numbers, dispatch.product)
+        _solver(each).direction(
+            each.problem, each.states, each.numbers, dispatch.product, dispatch.inverse
+        )
         for each in layers
     ]
     moving = [i for i, direction in enumerate(found) if direction is not None]
