@@ -1,6 +1,7 @@
 """Tune every method with the same number of trials, and print the outcome as a table.
 
-    python -m benchmarks.equal_budgets draw                       # settings, 12 trials a method
+    python -m benchmarks.equal_budgets draw                       # settings, 12 trials a method; adds
+                                                                  # methods that have none yet
     python -m benchmarks.equal_budgets run --minutes 9 --processes 4
     python -m benchmarks.equal_budgets draw --around              # 12 more around each method's best
     python -m benchmarks.equal_budgets draw --winners 1 2         # the best trial at other seeds
@@ -102,6 +103,7 @@ def _run(options: argparse.Namespace, began: float) -> None:
     work = workers.Work(
         out,
         FirstImages(options.limit),
+        runs=out.parent / "runs",
         deadline=began + 60 * options.minutes,
         revision=options.revision or workers.revision(),
     )
@@ -115,10 +117,13 @@ def _run(options: argparse.Namespace, began: float) -> None:
 
 def _draw(options: argparse.Namespace, results: list[dict[str, object]]) -> None:
     if not (options.around or options.winners):
-        content = drawing_of.empty(TASK, options.methods)
+        content = drawing_of.empty(TASK, [])
+        if (options.folder / "trials.json").is_file():
+            content = read_trials(options.folder)
         for method in options.methods:
-            content["trials"] += drawing_of.spread(content, method, 0, options.trials)
-        drawing_of.write_trials(options.folder, content)
+            content["spaces"].setdefault(method, drawing_of.space_to_dict(method))
+            found = drawing_of.spread(content, method, 0, options.trials)
+            add_trials(options.folder, content, found)
         return
     content = read_trials(options.folder)
     for method in options.methods:

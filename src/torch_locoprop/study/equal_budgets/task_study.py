@@ -54,6 +54,7 @@ METHODS = (
     "momentum",
     "adagrad",
     "sgd",
+    "locoprop-spectral",
 )
 """The methods compared, in the order in which they are started."""
 

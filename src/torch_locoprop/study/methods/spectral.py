@@ -53,9 +53,9 @@ register(
         marker=r"$\spadesuit$",
         compared=True,
         space={
-            "lr": Span(1e-3, 0.1),
+            "lr": Span(1e-5, 0.1),
             "momentum": SHORT_AVERAGE,
-            "damping": Span(1e-3, 1.0),  # relative to the mean diagonal of XᵀX
+            "damping": Span(1e-5, 1.0),  # relative to the mean diagonal of XᵀX
         },
     )
 )

@@ -85,14 +85,14 @@ def train_together(
         matmul_precision(config.precision),
         own_randomness(config.device),
     ):
-        training = _Training(configs, data)
+        training = Training(configs, data)
         ended = on_epoch(training.evaluate(0.0))
         while training.continue_without(ended):
             ended = on_epoch(training.epoch())
     return [tuple(rows) for rows in training.metrics]
 
 
-class _Training:
+class Training:
     """The members on their device, and the metrics so far."""
 
     def __init__(self, configs: Sequence[RunConfig], data: Dataset) -> None:
@@ -143,7 +143,7 @@ class _Training:
         of_members = [orders[self.seeds[member]] for member in self.members]
         for step in range(math.ceil(len(self.train) / self.config.batch_size)):
             images = self._batch(of_members, step, shared=len(seeds) == 1)
-            self.update.step(self.layers, self._passes(images), self.rate(self.epochs, step))
+            self.update.step(self.layers, self.passes(images), self.rate(self.epochs, step))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.epochs += 1
@@ -176,7 +176,12 @@ class _Training:
             return images.expand(len(orders), *images.shape)
         return self.train[torch.stack([order[part] for order in orders])]
 
-    def _passes(self, images: Tensor) -> Passes:
+    def uniform(self, seed: int, y: Tensor) -> Tensor:
+        """Return the numbers that decide sampled labels: for all members those of a run of its own."""
+        generator = Generator(y.device).manual_seed(seed)
+        return torch.rand(y.shape[1:], dtype=y.dtype, device=y.device, generator=generator)
+
+    def passes(self, images: Tensor) -> Passes:
         """Run the forward and the backward pass of all members."""
         inputs, pre_activations = self._forward(images)
         y = self.transfers[-1].f(pre_activations[-1])
@@ -190,10 +195,7 @@ class _Training:
         ]
 
         def sampled(seed: int) -> list[Tensor]:
-            # Members draw the labels of a run of their own: those of the seed.
-            generator = Generator(y.device).manual_seed(seed)
-            uniform = torch.rand(y.shape[1:], dtype=y.dtype, device=y.device, generator=generator)
-            return self._backward(pre_activations, y - (uniform < y).to(y.dtype))
+            return self._backward(pre_activations, y - (self.uniform(seed, y) < y).to(y.dtype))
 
         return Passes(inputs, gradients, sampled)
 
