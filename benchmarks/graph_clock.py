@@ -1,13 +1,14 @@
 """What a step costs where no method waits for the host: every method's step as a CUDA graph.
 
-    python -m benchmarks.graph_clock --models standard deep wide --out benchmarks/results/graph-clock-h200-tf32.json
+    python -m benchmarks.graph_clock --models standard deep wide --out graph-clock.json
     python -m benchmarks.graph_clock --show benchmarks/results/graph-clock-h200-tf32.json
 
-In the study LocoProp and the first-order methods are replayed as CUDA graphs, and Muon, SOAP, K-FAC and
-Shampoo run eagerly, so that their seconds compare engineering too. Here the updates of these four, and of
-exact-s-muon, are recorded: those of ``study/training/matrix_updates.py`` for one member, with forward and
-backward pass. The factorisations that they renew every k steps need the host. They are timed by
-themselves, as the difference of eager steps with and without them, and a k-th of that time is added.
+In the study LocoProp and the first-order methods are replayed as CUDA graphs, and Muon, SOAP, K-FAC
+and Shampoo run eagerly, so that their seconds compare engineering too. Here the updates of these four,
+and of exact-s-muon, are recorded: those of ``study/training/matrix_updates.py`` for one member, with
+forward and backward pass. The factorisations that they renew every k steps need the host. They are
+timed by themselves, as the difference of eager steps with and without them, and a k-th of that time is
+added.
 
 A replay repeats the step that was recorded. It takes the time of the next step, but does not train, so
 this is a clock and nothing else. On a CPU everything runs eagerly, to try the command.
@@ -40,6 +41,7 @@ from torch_locoprop.study.training.matrix_population import Training
 OWN = ("sgd", "adamw", "locoprop-s", "locoprop-m", "locoprop-spectral")
 """Methods whose whole training step is one CUDA graph in the study, renewals included."""
 OTHERS = ("muon", "soap", "exact-s-muon", "kfac@10", "kfac@100", "shampoo@10", "shampoo@100")
+RENEWALS = 2  # that are timed
 WHOLE = 100  # steps of a turn: whole cycles of renewals
 
 
@@ -83,7 +85,7 @@ def of_other(method: str, task: Task, rounds: int) -> dict[str, Any]:
         member.step()
     member.before_renewal()
     renewing = []
-    for _ in range(3 if member.every else 0):
+    for _ in range(RENEWALS if member.every else 0):
         renewing.append(milliseconds(member.step, 1, task.device))
         eager = milliseconds(member.step, 1, task.device)
         renewing[-1] = max(renewing[-1] - eager, 0.0)
@@ -114,6 +116,13 @@ def of_own(method: str, task: Task, rounds: int) -> dict[str, Any]:
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     """Return the content of the JSON file."""
     found: dict[str, dict[str, Any]] = {}
+    content = {
+        "models": found,
+        "batch": options.batch,
+        "precision": options.precision,
+        "rounds": options.rounds,
+        "environment": environment(options.device),
+    }
     with matmul_precision(options.precision):
         for model in options.models:
             task = Task(model, options.batch, device=options.device)
@@ -125,13 +134,9 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
                 except RuntimeError as error:  # a recording that failed
                     found[model][method] = {"missing": str(error)}
                 print(model, method, found[model][method], flush=True)
-    return {
-        "models": found,
-        "batch": options.batch,
-        "precision": options.precision,
-        "rounds": options.rounds,
-        "environment": environment(options.device),
-    }
+                if options.out:  # what is measured so far, should the machine's time end
+                    step_table.write(options.out, content)
+    return content
 
 
 def markdown(content: dict[str, Any]) -> str:
@@ -167,10 +172,7 @@ def main(arguments: list[str] | None = None) -> None:
         return
     if options.device == "cpu":
         options.precision = "fp32"
-    content = measured(options)
-    if options.out:
-        step_table.write(options.out, content)
-    print(markdown(content))
+    print(markdown(measured(options)))
 
 
 if __name__ == "__main__":

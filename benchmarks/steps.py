@@ -89,7 +89,7 @@ class Turns:
         for _ in range(self.contestant.warm_up):
             self.ready.step()
         if self.graph is not None:
-            for _ in range(EAGER_STEPS + 2):
+            for _ in range(max(EAGER_STEPS + 2, self.contestant.warm_up)):
                 self.graph()
 
     def take(self, steps: int) -> None:

@@ -1,9 +1,9 @@
 """The products of a spectral step on a GPU, in shapes for which its matrix units are fast.
 
-The plain versions are :func:`torch_locoprop.paper.spectral.polar`, ``torch.matmul`` and
-``torch.cholesky_inverse``. The matrix ``[W b]`` of a layer with a bias has an odd number of columns. Rows
-of such a matrix are not aligned in memory, and products of them in bfloat16 take three to four times as
-long on an H200. Rows and columns of zeros change no product, so matrices are padded with them.
+The plain versions are :func:`torch_locoprop.paper.spectral.polar` and ``torch.cholesky_inverse``. The
+matrix ``[W b]`` of a layer with a bias has an odd number of columns. Rows of such a matrix are not
+aligned in memory, and products of them in bfloat16 take three to four times as long on an H200. Rows
+and columns of zeros change no product, so matrices are padded with them.
 """
 
 from __future__ import annotations
