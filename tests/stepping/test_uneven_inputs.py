@@ -1,0 +1,96 @@
+"""Processes with unequal numbers of batches, inside of DDP's context ``Join``, are one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import threads
+import torch
+from sharded_cases import M, S
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
+
+from torch_locoprop import LocoProp
+
+BATCHES, ROWS = (2, 4), 8  # of each process, and rows of a batch
+Schedule = Callable[[Optimizer], LRScheduler]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "M": M,
+    "S": S,
+    "rate in a tensor": {**M, "lr": torch.tensor(1e-3, dtype=torch.float64)},
+    "spectral": {},
+    "outer": {**M, "apply": "gradient", "outer": lambda params: SGD(params, lr=0.1)},
+}
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.LayerNorm(8)  # for the fallback
+    return nn.Sequential(nn.Linear(6, 8), norm, nn.Tanh(), nn.Linear(8, 6)).double()
+
+
+def optimizer(name: str, model: nn.Module) -> LocoProp:
+    def fallback(params: list[nn.Parameter]) -> Optimizer:
+        return SGD(params, lr=0.1, momentum=0.9)
+
+    given = {key: x.clone() if isinstance(x, Tensor) else x for key, x in SETTINGS[name].items()}
+    return LocoProp(model, output_transfer="sigmoid", fallback=fallback, **given)
+
+
+def batch(step: int, rank: int) -> Tensor:
+    numbers = torch.Generator().manual_seed(10 * step + rank)
+    return torch.rand(ROWS, 6, generator=numbers, dtype=torch.float64)
+
+
+def in_one_process(name: str, by_all: bool) -> tuple[list[Tensor], dict[Any, Any]]:
+    """Train with the batches of all processes that still have one."""
+    model = network()
+    opt = optimizer(name, model)
+    schedule = ExponentialLR(opt, 0.5)
+    for step in range(max(BATCHES)):
+        ranks = [rank for rank, number in enumerate(BATCHES) if step < number]
+        x = torch.cat([batch(step, rank) for rank in ranks])
+        part = len(ranks) / len(BATCHES) if by_all else 1.0
+        (part * binary_cross_entropy_with_logits(model(x), x)).backward()  # type: ignore[no-untyped-call]
+        opt.step()
+        opt.zero_grad()
+        schedule.step()
+    return [p.detach() for p in model.parameters()], opt.state_dict()["state"]
+
+
+@pytest.mark.parametrize("by_all", [True, False])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_processes_without_batches_take_the_steps_of_the_others(name: str, by_all: bool) -> None:
+    weights, states = in_one_process(name, by_all)
+    models = [network() for _ in BATCHES]
+
+    def trained(rank: int) -> dict[Any, Any]:
+        model = models[rank]
+        wrapped, opt = DistributedDataParallel(model), optimizer(name, model)
+        schedule = ExponentialLR(opt, 0.5)
+        with Join([wrapped, opt], divide_by_initial_world_size=by_all):
+            for step in range(BATCHES[rank]):
+                x = batch(step, rank)
+                binary_cross_entropy_with_logits(wrapped(x), x).backward()  # type: ignore[no-untyped-call]
+                opt.step()
+                opt.zero_grad()
+                schedule.step()
+        assert all(p.grad is None for p in model.parameters())
+        found: dict[Any, Any] = opt.state_dict()["state"]
+        return found
+
+    with threads.averaged():
+        found = threads.run(trained, len(BATCHES))
+    for model, own in zip(models, found, strict=True):
+        for several, p in zip(model.parameters(), weights, strict=True):
+            torch.testing.assert_close(several.detach(), p, rtol=0, atol=1e-10)
+        assert own.keys() == states.keys()
+        for i, state in states.items():
+            for key, entry in state.items():
+                torch.testing.assert_close(own[i][key], entry, rtol=0, atol=1e-9)
