@@ -1,4 +1,4 @@
-"""Processes as threads: collectives between them in one process, without the seconds that processes take.
+"""Processes as threads: collectives in one process, without the seconds that processes take.
 
 Real processes are in ``tests/distributed``. Threads have the collectives of ``torch.distributed``, and
 share all that is global, such as random numbers: make models before the threads.

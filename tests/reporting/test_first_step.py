@@ -14,7 +14,15 @@ from cases import batch, network
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
-from torch_locoprop.stepping.first_step import FirstStep
+from torch_locoprop.paper.gram import Gram
+from torch_locoprop.solvers import SOLVERS
+from torch_locoprop.stepping.first_step import (
+    FirstStep,
+    _rms,
+    _size_through_gram,
+    advice,
+    on_host,
+)
 
 ROWS = 12
 
@@ -54,7 +62,8 @@ class Forward:
                 self.y.append(h)
         self.y.append(h.sigmoid())
         loss = F.binary_cross_entropy_with_logits(h, batch(ROWS, 3).abs())
-        self.g = torch.autograd.grad(loss, self.a)
+        self.g = torch.autograd.grad(loss, self.a, retain_graph=True)
+        self.v = torch.autograd.grad(loss, self.y[:-1])
 
 
 @pytest.mark.parametrize("preset", ["general", "paper-s", "paper-m", "paper-pocoprop-s"])
@@ -76,8 +85,11 @@ def test_the_numbers_are_those_of_the_step(preset: str) -> None:
             start = known.a[i] if preset == "paper-s" else known.y[i]
             expected = gamma * rms(known.g[i]) / rms(start)
             assert found.target == pytest.approx(expected, rel=1e-9)
-        else:
-            assert found.target > 0
+        else:  # v of hidden layers is ∂L/∂y; that of the output has the sigmoid of the loss
+            v = known.v[i] if i < 2 else known.g[i] / (known.y[i] * (1 - known.y[i]))
+            gamma = opt.param_groups[0]["gamma"]
+            assert gamma != 1
+            assert found.target == pytest.approx(gamma * rms(v) / rms(known.y[i]), rel=1e-9)
 
 
 def test_summary_shows_them_from_the_first_step_on() -> None:
@@ -224,3 +236,91 @@ def test_later_steps_record_and_measure_nothing(monkeypatch: pytest.MonkeyPatch)
         assert all(call.g_norm is None for layer in opt._layers for call in layer.calls)
         opt.step()
         opt.zero_grad()
+
+
+def test_the_target_of_a_mean_over_rows_is_that_of_each_row() -> None:
+    """The gradient of a row's own loss is as many times larger as there are rows."""
+    model = network()
+    before = copy.deepcopy(model)
+    opt = stepped(model, preset="paper-s", local_reduction="mean")
+    known, gamma = Forward(before), opt.param_groups[0]["gamma"]
+    for i, found in enumerate(first_steps(opt)):
+        expected = gamma * ROWS * rms(known.g[i]) / rms(known.a[i])
+        assert found.target == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_mean_of_squares_of_no_numbers_is_zero() -> None:
+    for numbers, expected in (([], 0.0), ([3.0], 3.0), ([1.0, 7.0], 5.0)):
+        assert _rms(torch.tensor(numbers)) == expected
+
+
+def test_a_square_that_rounding_left_below_zero_has_no_length() -> None:
+    gram = Gram(torch.tensor([[-1e-12]]), torch.zeros(1), 1)
+    assert _size_through_gram(gram, {"weight": torch.ones(1, 1)}) == 0
+
+
+def test_numbers_without_values_are_not_known() -> None:
+    found = on_host((torch.tensor(2.0), None, torch.ones((), device="meta")))
+    assert found.target == 2.0
+    assert math.isnan(found.outputs)
+    assert math.isnan(found.weights)
+
+
+UNKNOWN = FirstStep(math.nan, math.nan, math.nan)
+
+
+def of(target: float = math.nan, weights: float = math.nan) -> list[FirstStep]:
+    return [FirstStep(target, 1.0, weights)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "expected"),
+    [
+        (of(target=1e-4), {}, ""),
+        (of(target=5e-5), {"gamma": 2.0}, "too near. Try gamma=4e+02."),  # 2 · 0.01 / 5e-5
+        (of(target=1e6), {}, ""),
+        (of(target=1000000.5), {"gamma": 3.0}, "too far. Try gamma=3e-08."),
+        (of(weights=99.5), {}, ""),
+        (of(weights=100.0), {}, ""),
+        (of(weights=100.5), {"lr": 0.4}, "too much. Try lr=4e-05."),  # 0.4 · 0.01 / 100.5
+        (of(weights=1e-30), {}, ""),
+        (of(weights=90.0), {"lr": 0.2, "initial_lr": 0.4}, "too much. Try lr=2e-05."),
+        (of(weights=120.0), {"lr": 0.4, "initial_lr": 0.2}, ""),
+        (of(weights=1e3), {"lr": 0.0}, ""),
+        (of(weights=1e3), {"lr": 0.0, "initial_lr": 0.4}, ""),
+        (of(weights=1e3), {"cap": 0.1}, ""),
+        ([*of(weights=1e3), FirstStep(math.nan, 1.0, math.nan)], {}, "too much. Try lr=4e-06."),
+        ([*of(weights=1e3), FirstStep(math.nan, math.nan, 1e3)], {}, "too much. Try lr=4e-06."),
+        ([*of(weights=1e3), UNKNOWN], {}, ""),
+        ([*of(weights=1e3), *of(weights=1e3), *of(weights=1.0)], {}, "Try lr=4e-06."),
+    ],
+    ids=str,
+)
+def test_advice_of_iterations(
+    steps: list[FirstStep], settings: dict[str, Any], expected: str
+) -> None:
+    group = {"lr": 0.4, "gamma": 1.0, "cap": None, **settings}
+    told = advice(steps, group, SOLVERS["rmsprop"])
+    assert expected in told
+    assert bool(told) is bool(expected)
+
+
+@pytest.mark.parametrize(
+    ("weights", "settings", "expected"),
+    [
+        (9.5, {}, ""),
+        (10.0, {}, ""),
+        (10.5, {}, "too much. Try lr=0.004."),  # 0.4 · 0.1 / 10.5
+        (20.0, {"lr": 0.1}, ""),
+        (20.0, {"lr": 0.101}, "too much. Try lr=0.0005."),
+        (10.0, {"lr": 0.06, "initial_lr": 0.12}, "too much. Try lr=0.0006."),
+        (1e-6, {}, ""),
+        (9e-7, {"lr": 1e-5}, "too little. Try lr=1."),
+    ],
+    ids=str,
+)
+def test_advice_of_spectral_steps(weights: float, settings: dict[str, Any], expected: str) -> None:
+    group = {"lr": 0.4, "gamma": 1.0, "cap": None, **settings}
+    told = advice(of(weights=weights), group, SOLVERS["spectral"])
+    assert expected in told
+    assert bool(told) is bool(expected)

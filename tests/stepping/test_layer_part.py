@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_locoprop.distributed import communication
-from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS, WHOLE
+from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS, WHOLE  # noqa
 
 NAMES = tuple(CASES)
 EXCHANGED = ("M", "momentum", "mean", "uneven", "frozen bias of M", "softmax")

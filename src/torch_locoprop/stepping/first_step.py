@@ -70,13 +70,7 @@ def ratios(
 
 def on_host(found: Ratios) -> FirstStep:
     """Return the numbers of a layer on the host; on an accelerator this is a host sync."""
-    known = [x is not None and has_values(x) for x in found]
-    return FirstStep(
-        *(
-            float(x) if x is not None and has else math.nan
-            for x, has in zip(found, known, strict=True)
-        )
-    )
+    return FirstStep(*(math.nan if x is None or not has_values(x) else float(x) for x in found))
 
 
 def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver) -> str:
@@ -109,7 +103,7 @@ def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver)
         )
     spectral = "gamma" in solver.ignores
     low, high = SPECTRAL_RANGE if spectral else (0.0, LARGEST_MOVE)
-    if moved is None or full == 0 or low <= moved <= high or group["cap"] is not None:
+    if moved is None or low <= moved <= high or group["cap"] is not None:
         return ""
     if spectral and moved > high and lr * full <= SENSIBLE_SPECTRAL_RATE:
         return ""
