@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.multi_threaded_pg import (
     _uninstall_threaded_pg,
 )
 
-from torch_locoprop.distributed import averaging
+from torch_locoprop.distributed import averaging, pipeline
 
 SECONDS = 30  # after which threads that wait for each other are given up
 
@@ -42,7 +42,8 @@ def run(worker: Callable[[int], Any], world: int) -> list[Any]:
             errors.append(error)
             ProcessLocalGroup.exception_handle(error)
 
-    with _threads_as_processes():
+    # A search of all objects breaks tuples that other threads are building (bpo-15108).
+    with _threads_as_processes(), patch.object(pipeline, "instances", lambda kind: []):
         threads = [threading.Thread(target=work, args=(i,), daemon=True) for i in range(world)]
         for thread in threads:
             thread.start()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import threads
@@ -17,6 +19,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 
 from torch_locoprop import LocoProp
+from torch_locoprop.distributed import ddp
 
 BATCHES, ROWS = (2, 4), 8  # of each process, and rows of a batch
 Schedule = Callable[[Optimizer], LRScheduler]
@@ -68,11 +71,12 @@ def in_one_process(name: str, by_all: bool) -> tuple[list[Tensor], dict[Any, Any
 @pytest.mark.parametrize("name", SETTINGS)
 def test_processes_without_batches_take_the_steps_of_the_others(name: str, by_all: bool) -> None:
     weights, states = in_one_process(name, by_all)
-    models = [network() for _ in BATCHES]
+    models, own = [network() for _ in BATCHES], threading.local()
 
     def trained(rank: int) -> dict[Any, Any]:
         model = models[rank]
-        wrapped, opt = DistributedDataParallel(model), optimizer(name, model)
+        wrapped = own.wrapped = DistributedDataParallel(model)
+        opt = optimizer(name, model)
         schedule = ExponentialLR(opt, 0.5)
         with Join([wrapped, opt], divide_by_initial_world_size=by_all):
             for step in range(BATCHES[rank]):
@@ -85,12 +89,16 @@ def test_processes_without_batches_take_the_steps_of_the_others(name: str, by_al
         found: dict[Any, Any] = opt.state_dict()["state"]
         return found
 
-    with threads.averaged():
+    def own_wrapper(layers: object) -> DistributedDataParallel:
+        found: DistributedDataParallel = own.wrapped
+        return found
+
+    with threads.averaged(), patch.object(ddp, "wrapper_of", own_wrapper):
         found = threads.run(trained, len(BATCHES))
-    for model, own in zip(models, found, strict=True):
+    for model, kept in zip(models, found, strict=True):
         for several, p in zip(model.parameters(), weights, strict=True):
             torch.testing.assert_close(several.detach(), p, rtol=0, atol=1e-10)
-        assert own.keys() == states.keys()
+        assert kept.keys() == states.keys()
         for i, state in states.items():
             for key, entry in state.items():
-                torch.testing.assert_close(own[i][key], entry, rtol=0, atol=1e-9)
+                torch.testing.assert_close(kept[i][key], entry, rtol=0, atol=1e-9)

@@ -25,13 +25,10 @@ from torch_locoprop.solvers import Solver
 # Of the median layer: the range of sensible ratios, and the ratio that a suggested value aims at.
 TARGET_RANGE, GOOD_TARGET = (1e-4, 1e6), 1e-2
 SPECTRAL_RANGE, GOOD_SPECTRAL_MOVE = (1e-6, 10.0), 0.1  # fine-tuning and warm-ups take small steps
-SENSIBLE_SPECTRAL_RATE = (
-    0.1  # entries move by about 0.2 lr: only weights near zero move far relative
-)
-LARGEST_MOVE, GOOD_MOVE = (
-    100.0,
-    0.01,
-)  # of local iterations, whose momentum makes later steps longer
+# Entries move by about 0.2 lr: only weights near zero move far relative to their size.
+SENSIBLE_SPECTRAL_RATE = 0.1
+# Of local iterations, whose momentum makes later steps longer.
+LARGEST_MOVE, GOOD_MOVE = 100.0, 0.01
 
 
 @dataclass(frozen=True)
