@@ -293,6 +293,7 @@ def of(target: float = math.nan, weights: float = math.nan) -> list[FirstStep]:
         ([*of(weights=1e3), FirstStep(math.nan, math.nan, 1e3)], {}, "too much. Try lr=4e-06."),
         ([*of(weights=1e3), UNKNOWN], {}, ""),
         ([*of(weights=1e3), *of(weights=1e3), *of(weights=1.0)], {}, "Try lr=4e-06."),
+        ([*of(weights=0.0), *of(weights=0.0), *of(weights=1e3)], {}, "Try lr=4e-06."),
     ],
     ids=str,
 )

@@ -106,11 +106,22 @@ def test_numbers_are_those_of_the_weights_group() -> None:
     assert opt._plan.group(layer)["lr"] == 0.25
 
 
+def keep_outputs(model: Any, opt: LocoProp) -> Tensor:
+    """Keep the outputs of the first layer, as overlapped backward passes on a GPU do."""
+    (call,) = opt._layers[0].calls
+    a: Tensor = model[0](X).detach()
+    opt._layers[0].calls[:] = [call._replace(a=a, a_version=a._version)]
+    return a
+
+
 def test_displacements_start_at_zero() -> None:
     """Weight and bias are the base of the problem, and no recorded pre-activations are used."""
     outer: dict[str, Any] = {"apply": "gradient", "outer": lambda ps: torch.optim.SGD(ps, lr=0.1)}
-    found, model = one_problem(**outer)
-    problem = found.problem
+    model = network()
+    opt = made(model, **outer)
+    loss_of(model(X)).backward()
+    keep_outputs(model, opt)
+    problem = posed(model, opt)[FIRST].problem
     assert problem.before is None
     assert not any(start.any() for start in problem.start.values())
     assert torch.equal(problem.base["weight"], model[0].weight)
@@ -125,9 +136,7 @@ def test_the_pre_activations_of_the_forward_pass_are_used_again() -> None:
     model = network()
     opt = made(model, weight_decay=0.5)
     loss_of(model(X)).backward()
-    (call,) = opt._layers[0].calls
-    a = model[0](X).detach()  # as overlapped backward passes on a GPU keep it
-    opt._layers[0].calls[:] = [call._replace(a=a, a_version=a._version)]
+    a = keep_outputs(model, opt)
     found = posed(model, opt)[FIRST]
     before = found.problem.before
     assert before is not None
@@ -140,8 +149,7 @@ def test_the_pre_activations_of_the_forward_pass_are_used_again() -> None:
     model[0].weight.requires_grad_(False)
     opt = made(model)
     loss_of(model(X)).backward()
-    (call,) = opt._layers[0].calls
-    opt._layers[0].calls[:] = [call._replace(a=a, a_version=a._version)]
+    keep_outputs(model, opt)
     frozen = posed(model, opt)[FIRST].problem
     assert frozen.before is None
     assert torch.equal(frozen.fixed["weight"], model[0].weight)
