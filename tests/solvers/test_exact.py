@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import cholesky, damped, damped_solve, is_well_posed
-from torch_locoprop.paper.gram import FULL, Gram, Structure
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching, Squared
 from torch_locoprop.paper.regularizers import L2
+from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
 from torch_locoprop.solvers import SOLVERS, Exact, Numbers
 from torch_locoprop.solvers.exact import eigh, implicit_step, precise_enough, sylvester
@@ -125,6 +126,43 @@ def test_sylvester_ignores_rows_that_carry_nothing() -> None:
     g = batch(3, 6, seed=2)
     h = batch(3, seed=3)
     torch.testing.assert_close(sylvester(g, x, 0.4, h), sylvester(g, x[:2], 0.4, h))
+
+
+def test_an_eigenvalue_of_rounding_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two equal rows: the zero of ``X Xᵀ`` may be computed as any number below the rounding."""
+    x, g, h = batch(1, 5).expand(2, 5).contiguous(), batch(3, 5, seed=2), batch(3, seed=3)
+    x[1, 0] += 1e-9
+    true = torch.linalg.eigh
+
+    def tiny(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        values, vectors = true(matrix)
+        values[0] = 1e-40
+        return values, vectors
+
+    monkeypatch.setattr(torch.linalg, "eigh", tiny)
+    found = sylvester(g, x, 0.4, h)
+    for j in range(3):
+        system = torch.eye(5).double() + 0.4 * h[j] * x.mT @ x
+        torch.testing.assert_close(found[j], -0.4 * torch.linalg.solve(system, g[j]))
+
+
+@pytest.mark.parametrize("rows", [3, 9])
+@pytest.mark.parametrize("leading", [(2,), (2, 4)], ids=str)
+def test_members_of_a_population_are_problems_of_their_own(
+    leading: tuple[int, ...], rows: int
+) -> None:
+    """With a dense H for each, and inputs whose lengths differ by a factor of 1e9."""
+    x, g = batch(*leading, rows, 5) - 0.5, batch(*leading, 3, 5, seed=2) - 0.5
+    root = batch(*leading, 3, 3, seed=3)
+    h = root @ root.mT
+    x[0] *= 1e9
+    found, diagonal = (sylvester(g, x, 0.3, each) for each in (h, h.diagonal(dim1=-2, dim2=-1)))
+    last = (-1,) * len(leading)
+    for result, own in ((found, h[last]), (diagonal, h[last].diagonal().diag())):
+        c = (x[last].mT @ x[last]).contiguous()
+        system = torch.eye(15).double() + 0.3 * torch.kron(c, own)
+        expected = -0.3 * torch.linalg.solve(system, g[last].mT.reshape(-1)).reshape(5, 3).mT
+        torch.testing.assert_close(result[last], expected, rtol=1e-10, atol=1e-11)
 
 
 def test_matching_with_a_linear_transfer_is_the_squared_solution() -> None:
@@ -288,7 +326,7 @@ def test_bad_numbers(options: dict[str, float], message: str) -> None:
 
 @pytest.mark.parametrize("structure", [FULL, Structure("block", 3), Structure("diagonal")])
 @pytest.mark.parametrize("bent", [False, True])
-@pytest.mark.parametrize("options", [{}, {"decay": 0.5}, {"every": 3}, {"damping": 0.1}])
+@pytest.mark.parametrize("options", [{}, {"decay": 0.5}, {"every": 2}, {"damping": 0.1}])
 @pytest.mark.parametrize("leading", [(), (2,)], ids=str)
 def test_empty_states_have_the_shapes_of_full_ones(
     leading: tuple[int, ...], options: dict[str, Any], bent: bool, structure: Structure
@@ -329,6 +367,17 @@ def test_which_steps_are_a_fixed_sequence_of_work() -> None:
     assert not Exact(damping=4.5 * eps / 0.01).is_fixed_work(0, weight, False)
     assert Exact(damping=5.5 * eps / 0.01).is_fixed_work(0, weight, False)
     assert Exact(damping=4.5 * eps / 0.01).is_fixed_work(0, weight[:, :3], False)
+    assert not Exact(damping=4.5 * eps / 0.01).is_fixed_work(0, weight.expand(2, 3, 4), False)
+
+
+def test_which_steps_need_the_products_of_their_rows() -> None:
+    """Each batch's own problem in float64; else those that renew C, average it, or know no inverse."""
+    known = {"inverse": torch.eye(5)}
+    assert Exact().use_of_rows(1, 1, {}, 5) == RowUse(square=True, precise=True)
+    uses = [Exact(every=2).use_of_rows(1, n, known, 5) for n in range(4)]
+    assert uses == [RowUse(square=True), RowUse()] * 2
+    assert Exact(every=2).use_of_rows(1, 1, {}, 5) == RowUse(square=True)
+    assert Exact(every=2, decay=0.1).use_of_rows(1, 1, known, 5) == RowUse(square=True)
 
 
 class Twice:
@@ -385,6 +434,15 @@ def test_float64_where_a_member_is_too_ill_conditioned(members: int) -> None:
         assert precise_enough(gradient, scaled, rates)[0].dtype == dtype
 
 
+def test_each_member_has_its_own_rate_in_that_bound() -> None:
+    """A member with a high rate and one with long inputs are no member with both."""
+    x, gradient = torch.ones(2, 5, 2), torch.ones(2, 3, 2)
+    x[0] *= 100
+    rates = torch.tensor([1e-3, 10.0])  # 100² · 10 · 1e-3 and 10 · 10, of 8389
+    assert precise_enough(gradient, x, rates)[0].dtype == torch.float32
+    assert precise_enough(gradient, x, rates.flip(0))[0].dtype == torch.float64
+
+
 def test_matrices_that_are_not_finite_leave_the_others_alone() -> None:
     matrices = torch.stack([torch.diag(torch.tensor([3.0, 1.0, 2.0])).double()] * 3)
     matrices[1, 0, 1] = matrices[1, 1, 0] = torch.nan
@@ -401,3 +459,176 @@ def test_matrices_that_are_not_finite_leave_the_others_alone() -> None:
 def test_eigenvalues_are_not_negative() -> None:
     assert (eigh(-torch.eye(3))[0] == 0).all()
     assert torch.equal(eigh(torch.full((2, 2), torch.nan))[0].isnan(), torch.tensor([True, True]))
+
+
+# ---- populations and structures of C --------------------------------------------------------------
+
+
+def joint(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.cat([tensors["weight"], tensors["bias"].unsqueeze(-1)], -1)
+
+
+def dense_steps(
+    x: list[Tensor], own: LocalProblem, options: dict[str, Any], bent: bool, zeros: Tensor
+) -> list[Tensor]:
+    """Return Δ of one layer in some steps: ``(s I + l h_j C) Δ_j = −η γ G_j`` for each output j.
+
+    C is the running average at the last renewal, without the entries that ``zeros`` leaves out. Without
+    damping, s is 1 and l is η; with it, s is λ and l is 1.
+    """
+    decay, every, damping = (options.get(k, v) for k, v in Exact().__dict__.items())
+    gram = kept = None
+    found = []
+    eta, gradient = own.eta, 3.0 * joint(own.backprop)
+    for step, rows in enumerate(x):
+        wide = torch.cat([rows, torch.ones_like(rows[:, :1])], 1)
+        c = 0.25 * wide.mT @ wide * zeros
+        gram = c if gram is None else decay * gram + (1 - decay) * c
+        kept = gram if step % every == 0 else kept
+        assert kept is not None
+        h = torch.ones(3).double()
+        if bent:
+            h = (1 - (wide @ joint(own.start).mT).tanh().square()).mean(0)
+        shift, length = (1.0, eta) if damping is None else (damping * kept.diagonal().mean(), 1.0)
+        systems = shift * torch.eye(len(kept)).double() + length * h[:, None, None] * kept
+        found.append(-eta * torch.linalg.solve(systems, gradient))
+    return found
+
+
+RUNNING: list[dict[str, Any]] = [
+    {},
+    {"decay": 0.8},
+    {"damping": 0.1},
+    {"every": 2},
+    {"decay": 0.8, "every": 2, "damping": 0.1},
+]
+
+
+def check_steps(
+    problem: LocalProblem,
+    x: list[Tensor],
+    condensed: Any,
+    options: dict[str, Any],
+    zeros: Tensor,
+    bent: bool = False,
+) -> None:
+    """Compare three steps of every member, and the entries of the state, with dense solves."""
+    leading = x[0].shape[:-2]
+    states: dict[str, dict[str, Tensor]] = {"weight": {}, "bias": {}}
+    numbers = {key: Numbers(problem.eta) for key in states}
+    moved = []
+    for number, rows in enumerate(x):
+        now = replace(problem, x=condensed(rows), number=number)
+        new, states = Exact(**options).solve(now, states, numbers, 1, "constant")
+        moved.append(joint(new) - joint(problem.start))
+    flat = [m.reshape(-1, *m.shape[-2:]) for m in moved]
+    for k in range(len(flat[0])):
+        own = replace(
+            problem,
+            start={n: t.reshape(-1, *t.shape[len(leading) :])[k] for n, t in problem.start.items()},
+            backprop={
+                n: t.reshape(-1, *t.shape[len(leading) :])[k] for n, t in problem.backprop.items()
+            },
+        )
+        rows_of = [rows.reshape(-1, *rows.shape[-2:])[k] for rows in x]
+        expected = dense_steps(rows_of, own, options, bent, zeros)
+        assert_close([f[k] for f in flat], expected, 1e-10)
+    kept = {"gram"} if "decay" in options else set()
+    if options and bent:
+        kept |= {"eigenvalues", "eigenvectors"}
+    elif "every" in options:
+        kept.add("inverse")
+    assert states["weight"].keys() == kept
+    assert states["bias"] == {}
+
+
+def population(leading: tuple[int, ...], bent: bool) -> LocalProblem:
+    return LocalProblem(
+        linear_map=Dense(),
+        x=None,
+        start={"weight": batch(*leading, 3, 4, seed=2), "bias": batch(*leading, 3, seed=4)},
+        fixed={},
+        backprop={"weight": batch(*leading, 3, 4, seed=5), "bias": batch(*leading, 3, seed=6)},
+        target=MirrorDescent() if bent else GradientDescent(),
+        loss=Matching() if bent else Squared(),
+        transfer=transfers.Tanh() if bent else transfers.Linear(),
+        gamma=3.0,
+        eta=0.2,
+        regularizer=L2(),
+        row_weight=0.25,
+    )
+
+
+@pytest.mark.parametrize("form", ["rows", "products", "bent"])
+@pytest.mark.parametrize("options", RUNNING, ids=str)
+@pytest.mark.parametrize("leading", [(), (2,), (2, 4)], ids=str)
+def test_steps_of_a_population_are_dense_solves(
+    leading: tuple[int, ...], options: dict[str, Any], form: str
+) -> None:
+    x = [batch(*leading, 7, 4, seed=step) - 0.5 for step in range(3)]
+    condensed = Gram.of if form == "products" else lambda rows: rows
+    zeros = torch.ones(5, 5).double()
+    check_steps(
+        population(leading, form == "bent"), x, condensed, options, zeros, form == "bent"
+    )
+
+
+@pytest.mark.parametrize("structure", [Structure("block", 3), Structure("diagonal")])
+@pytest.mark.parametrize("options", RUNNING, ids=str)
+@pytest.mark.parametrize("leading", [(), (2,)], ids=str)
+def test_steps_with_parts_of_c_are_dense_solves_with_zeros(
+    leading: tuple[int, ...], options: dict[str, Any], structure: Structure
+) -> None:
+    """Five columns make blocks of three and two, of which the second is padded."""
+    x = [batch(*leading, 7, 4, seed=step) - 0.5 for step in range(3)]
+    size = 3 if structure.kind == "block" else 1
+    blocks = torch.arange(5) // size
+    zeros = (blocks[:, None] == blocks).double()
+    problem = replace(population(leading, False), structure=structure)
+    check_steps(problem, x, lambda rows: ReducedGram.reduced(rows, structure), options, zeros)
+
+
+def test_all_columns_decide_whether_parts_of_c_need_float64() -> None:
+    """λ is relative to the mean diagonal of all columns, of which here two alone are not zero.
+
+    It is then too small for the block of these two, which float32 cannot factor. It would not be with
+    one column, or with as many as there are outputs or members.
+    """
+    eps, n = torch.finfo(torch.float32).eps, 1000
+    damping = 150 * eps
+    assert is_well_posed(1, damping, torch.float32)
+    assert not is_well_posed(n, damping, torch.float32)
+
+    def block_of(k: int) -> Tensor:
+        a, b = 1 + torch.tensor([k * eps, (k * 7 % 300) * eps])
+        least = (b.double() ** 2 / a.double()).float()
+        c = least if least.double() * a.double() > b.double() ** 2 else torch.nextafter(
+            least, torch.tensor(2.0)
+        )  # fmt: skip
+        block = torch.stack([torch.stack([a, b]), torch.stack([b, c])])
+        return block + damping * (a + c) / n * torch.eye(2)
+
+    block = next(b for b in map(block_of, range(3000)) if torch.linalg.cholesky_ex(b)[1] != 0)
+    assert torch.linalg.cholesky_ex(block.double())[1] == 0
+    square = torch.zeros(1, n // 2, 2, 2)
+    square[0, 0] = block
+    structure = Structure("block", 2, ones=False)
+    problem = LocalProblem(
+        linear_map=Dense(),
+        x=ReducedGram(square, torch.empty(0), 9, structure),
+        start={"weight": torch.zeros(1, 1, n)},
+        fixed={},
+        backprop={"weight": torch.ones(1, 1, n)},
+        target=GradientDescent(),
+        loss=Squared(),
+        transfer=transfers.Linear(),
+        gamma=1.0,
+        eta=1.0,
+        regularizer=L2(),
+        structure=structure,
+    )
+    for every in (1, 2):
+        new, _ = Exact(damping=damping, every=every).solve(
+            problem, {"weight": {}}, {"weight": Numbers(1.0)}, 1, "constant"
+        )
+        assert new["weight"].isfinite().all()
