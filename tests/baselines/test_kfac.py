@@ -241,6 +241,37 @@ def test_a_layer_without_gradients_is_damped_by_the_identity() -> None:
     assert_close([damped_a, damped_d], [torch.ones(2, 2) + 0.1 * torch.eye(2), 0.1 * torch.eye(3)])
 
 
+@pytest.mark.parametrize("leading", [(), (2,), (2, 4)], ids=str)
+def test_damping_of_each_member(leading: tuple[int, ...]) -> None:
+    """``A + π √λ I`` and ``D + √λ/π I``; π is 1 where a factor is zero."""
+    roots = batch(*leading, 4, 4) - 0.5, batch(*leading, 3, 3, seed=2) - 0.5
+    a, d = (root @ root.mT for root in roots)
+    for zero in (None, a, d):
+        if zero is not None:
+            zero[(0,) * len(leading)] = 0
+        pi = (a.diagonal(dim1=-2, dim2=-1).mean(-1) / d.diagonal(dim1=-2, dim2=-1).mean(-1)).sqrt()
+        pi = torch.where((pi > 0) & pi.isfinite(), pi, 1.0)[..., None, None]
+        expected = a + 0.1 * pi * torch.eye(4).double(), d + 0.1 / pi * torch.eye(3).double()
+        assert_close(list(damped_factors(a, d, 0.01)), list(expected))
+        inverses = [torch.linalg.inv(factor) for factor in expected]
+        assert_close(list(damped_inverses(a, d, 0.01)), inverses, 1e-10)
+
+
+@pytest.mark.parametrize("leading", [(2,), (2, 4)], ids=str)
+def test_inverses_of_members_of_which_one_rounds_to_an_indefinite_one(
+    leading: tuple[int, ...],
+) -> None:
+    basis = torch.linalg.qr(batch(4, 4)).Q
+    values = torch.tensor([0.5, 0.5, 1.0, 2.0]).double().repeat(*leading, 1)
+    values[(0,) * len(leading)] = torch.tensor([-1e-6, 0.0, 1.0, 3.0])
+    a = basis * values.unsqueeze(-2) @ basis.mT
+    d = torch.eye(3).double().expand(*leading, 3, 3)  # all mean diagonals are 1: π = 1
+    found = damped_inverses(a, d, 1e-14)
+    values = (values + 1e-7).clamp_min(1e-7)
+    assert_close([found[0]], [basis / values.unsqueeze(-2) @ basis.mT], 1e-6)
+    assert_close([found[1]], [d / (1 + 1e-7)], 1e-9)
+
+
 # ---- clipping --------------------------------------------------------------------------------------
 
 

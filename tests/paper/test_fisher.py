@@ -9,7 +9,13 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp, Variant
 from torch_locoprop.paper import transfers
-from torch_locoprop.paper.fisher import damped_solve, sampled_output_gradient, second_moment
+from torch_locoprop.paper.fisher import (
+    cholesky,
+    damped,
+    damped_solve,
+    sampled_output_gradient,
+    second_moment,
+)
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient
 from torch_locoprop.recording import row_gradients
@@ -198,3 +204,41 @@ def test_rare_labels_are_drawn_as_rarely_in_half_precision(dtype: torch.dtype) -
     assert found.dtype == dtype
     drawn = (found < 0).float().mean()  # f(a) − 1 where the label is one
     assert 0.0007 < float(drawn) < 0.0012  # of 0.0009, give or take 0.00007
+
+
+def test_labels_at_the_ends_of_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draw of 0 makes no label of probability zero, and one above all sums makes the last label."""
+    a = torch.full((2, 3), -1000.0)
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
+    found = sampled_output_gradient(transfers.get("sigmoid"), a, torch.Generator())
+    assert torch.equal(found, torch.zeros(2, 3))
+    almost_one = 1 - 2.0**-24  # the largest number that torch.rand returns in float32
+    monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, almost_one))
+    logits = torch.randn(4000, 1, 5)
+    sums = logits.softmax(-1).cumsum(-1)[..., -1:]
+    a = logits[(sums < almost_one)[:, 0, 0]][:1, 0]  # where rounding leaves something above the sum
+    found = sampled_output_gradient(transfers.get("softmax"), a, torch.Generator())
+    assert torch.equal(found, a.softmax(-1) - torch.tensor([[0.0, 0, 0, 0, 1]]))
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 4)], ids=str)
+def test_each_matrix_is_damped_by_its_own_diagonal(leading: tuple[int, ...]) -> None:
+    root = batch(*leading, 3, 3)
+    matrix = root @ root.mT
+    found = damped(matrix, 0.3)
+    off = ~torch.eye(3, dtype=torch.bool)
+    assert torch.equal(found[..., off], matrix[..., off])
+    diagonal = matrix.diagonal(dim1=-2, dim2=-1)
+    expected = diagonal + 0.3 * diagonal.mean(-1, keepdim=True)
+    torch.testing.assert_close(found.diagonal(dim1=-2, dim2=-1), expected)
+
+
+def test_where_one_factorization_fails_all_are_those_of_float64() -> None:
+    matrix = (batch(4, 4) @ batch(4, 4).mT + torch.eye(4)).float()
+    exact = torch.linalg.cholesky(matrix.double()).float()
+    assert not torch.equal(torch.linalg.cholesky(matrix), exact)
+    infinite = torch.diag(torch.tensor([1.0, torch.inf, 2.0, 1.0]))
+    for other in (infinite, -torch.eye(4)):
+        found = cholesky(torch.stack([other, matrix]))
+        assert torch.equal(found[1], exact)
+        assert not found[0].isfinite().all()

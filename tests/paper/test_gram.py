@@ -60,6 +60,19 @@ def test_the_first_gradient_is_left_as_it_was() -> None:
         torch.testing.assert_close(own.first_gradient[name], t, rtol=0, atol=0)
 
 
+def test_products_that_are_not_known_make_sums_unknown() -> None:
+    x = torch.ones(3, 1)
+    known, unknown = Gram.of(x), Gram.unknown(x, 4)
+    assert known.is_known  # of a single column too
+    assert not unknown.is_known
+    assert (known + known).square.tolist() == [[6.0]]
+    for both in (known + unknown, unknown + known, unknown + unknown):
+        assert not both.is_known
+        assert both.square.shape == (0, 0)
+        assert both.total.shape == (0,)
+    assert (known + unknown).rows == 7
+
+
 def flops(rows: int, d: int, n: int, gradients: int) -> tuple[int, int]:
     """Multiplications by rows and by Gram matrix, counted product by product."""
     by_rows = sum(rows * n * d + d * rows * n for _ in range(gradients))

@@ -52,6 +52,9 @@ SHAPES = [
     ((2, 5, 3, 4), (2, 3, 4), False, False),
     ((2, 5, 3, 4), (2, 5, 2, 2, 2), True, True),
     ((2, 5, 3, 4), (2, 3, 2, 2, 2), False, False),
+    ((2, 3, 6), (2, 2, 5, 5), False, True),
+    ((2, 5, 1, 2, 3, 4), (2, 5, 1, 2, 2, 2, 2), True, True),
+    ((2, 5, 1, 2, 3, 4), (2, 5, 1, 3, 2, 2, 2), False, False),
     ((3, 4), (), False, False),
 ]
 
@@ -172,7 +175,7 @@ STRUCTURES = [Structure("block", 3), Structure("block", 4), Structure("diagonal"
 @pytest.mark.parametrize("structure", STRUCTURES, ids=lambda s: f"{s.kind}-{s.block_size}")
 @pytest.mark.parametrize("leading", [(), (2,)], ids=str)
 def test_reduced_products_of_rows(structure: Structure, leading: tuple[int, ...]) -> None:
-    x = draw(*leading, 9, 6)
+    x = draw(*leading, 20, 6)
     found = ReducedGram.reduced(x, structure)
     wide = torch.cat([x, torch.ones_like(x[..., :1])], -1)
     whole = wide.mT @ wide
@@ -187,8 +190,15 @@ def test_reduced_products_of_rows(structure: Structure, leading: tuple[int, ...]
             expected[..., i, : part.shape[-2], : part.shape[-1]] = part
     torch.testing.assert_close(found.square, expected)
     assert found.total.numel() == 0
-    assert found.rows == 9
+    assert found.rows == 20
     assert found.structure == structure
+    moved = {"weight": draw(*leading, 4, 6), "bias": draw(*leading, 4)}
+    delta = torch.cat([moved["weight"], moved["bias"].unsqueeze(-1)], -1)
+    kind = "diagonal" if structure.kind == "diagonal" else "block"
+    change = delta @ dense(expected, kind, 7)
+    gradient = found.gradient(moved)
+    torch.testing.assert_close(gradient["weight"], change[..., :-1])
+    torch.testing.assert_close(gradient["bias"], change[..., -1])
 
 
 def test_tensors_of_reduced_products() -> None:
@@ -228,3 +238,12 @@ def test_blocks_and_their_defaults() -> None:
     assert Structure("diagonal").shape(1) == (1, 1)
     assert not Structure("diagonal").reduces(1)
     assert Structure("diagonal").shape(2) == (2,)
+
+
+def test_a_number_does_not_change_the_dtype() -> None:
+    """As in PyTorch, a scalar in float64 leaves tensors in float32 as they are."""
+    gradient, shift = torch.ones(3, 4), torch.tensor(0.5, dtype=torch.float64)
+    for entries in (torch.eye(4), torch.ones(4), torch.eye(2).expand(2, 2, 2)):
+        found = StructuredGram.beside(gradient, entries).solve(gradient, shift, 1.5)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, gradient / 2)

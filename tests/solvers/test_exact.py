@@ -568,9 +568,7 @@ def test_steps_of_a_population_are_dense_solves(
     x = [batch(*leading, 7, 4, seed=step) - 0.5 for step in range(3)]
     condensed = Gram.of if form == "products" else lambda rows: rows
     zeros = torch.ones(5, 5).double()
-    check_steps(
-        population(leading, form == "bent"), x, condensed, options, zeros, form == "bent"
-    )
+    check_steps(population(leading, form == "bent"), x, condensed, options, zeros, form == "bent")
 
 
 @pytest.mark.parametrize("structure", [Structure("block", 3), Structure("diagonal")])

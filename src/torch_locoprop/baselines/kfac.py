@@ -170,7 +170,7 @@ class KFAC(WithFallback):
         """
         trained = layer.with_gradient
         state = self.state[next(iter(trained.values()))]
-        if "inputs" in state and state["inputs"].shape[-1] != gradient.shape[-1]:
+        if "inputs" in state and len(state["inputs"]) != gradient.shape[-1]:
             for name in ("inputs", "gradients", "inverse_inputs", "inverse_gradients"):
                 del state[name]  # requires_grad of the bias was changed, so A has another size
         sampled = row_gradients.sampled(layer)

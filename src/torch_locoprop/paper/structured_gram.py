@@ -79,14 +79,15 @@ class StructuredGram:
         *leading, _, n = gradient.shape
         shape = self.entries.shape
         if self.structure == "dense":
-            own, right = shape[:-2], shape[-2:] == (n, n)
+            right = shape[-2:] == (n, n)
         elif self.structure == "block":
             padding = shape[-3] * shape[-1] - n
             fits = 0 <= padding <= shape[-1] if may_be_padded else padding == 0
-            own, right = shape[:-3], shape[-2] == shape[-1] and fits
+            right = shape[-2] == shape[-1] and fits
         else:
-            own, right = shape[:-1], self.structure == "diagonal" and shape[-1] == n
-        return right and all(size in (1, other) for size, other in zip(own, leading, strict=False))
+            right = self.structure == "diagonal" and shape[-1] == n
+        stacked = zip(shape, leading, strict=False)  # the dimensions of one C come after these
+        return right and all(size in (1, other) for size, other in stacked)
 
     @property
     def diagonal(self) -> Tensor:
@@ -141,7 +142,7 @@ class StructuredGram:
     def _system(self, shift: Tensor, scale: Number) -> Tensor:
         """Return ``shift · I + scale · C`` in the structure of C."""
         if self.structure == "diagonal":
-            return shift.unsqueeze(-1) + _unsqueezed(scale, 1) * self.entries
+            return _unsqueezed(shift, 1) + _unsqueezed(scale, 1) * self.entries
         inner, like = self._inner_dimensions, self.entries
         eye = torch.eye(like.shape[-1], dtype=like.dtype, device=like.device)
         return _unsqueezed(shift, inner) * eye + _unsqueezed(scale, inner) * like

@@ -218,7 +218,7 @@ class Spectral(Solver):
         *leading, d, n = joint.shape
         shapes: dict[str, tuple[int, ...]] = {"average": (d, n), "rows": (d, 1)}
         of_gram = structure.shape(n)
-        if of_gram[-1] <= WIDEST or structure != FULL:
+        if n <= WIDEST or structure != FULL:
             shapes |= {"gram": of_gram, "inverse": of_gram}
         if self.agreement > 0:
             shapes |= {"energy": (1, 1), "signal": (1, 1)}
