@@ -142,3 +142,13 @@ def test_invalid_settings(cls: Any, options: dict[str, Any], message: str) -> No
         cls([parameter], **options)
     with pytest.raises(ValueError, match=message):
         cls([{"params": [parameter], **options}])
+
+
+def test_complex_parameters_are_refused_and_leave_no_group() -> None:
+    first, second, third = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    opt = SGD([{"params": [first]}, {"params": [second]}])
+    complex_one = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="SGD has no formula for complex parameters"):
+        opt.add_param_group({"params": [third, complex_one]})
+    assert [group["params"] for group in opt.param_groups] == [[first], [second]]
+    opt.add_param_group({"params": [third]})

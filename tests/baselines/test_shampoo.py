@@ -139,13 +139,14 @@ def test_tensors_of_more_dimensions_are_matrices_by_their_first() -> None:
 def test_large_sides_have_no_preconditioner() -> None:
     g = signed(4, 6, seed=1)
     moves = {}
-    for size in (5, 3):
+    for size in (5, 4, 3):
         w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
         opt = Shampoo([w], lr=1.0, eps=EPS, grafting=None, max_size=size)
         moves[size] = run(w, opt, [g])[0]
-        assert ("left" in opt.state[w]) == (size == 5)
+        assert ("left" in opt.state[w]) == (size >= 4)
         assert "right" not in opt.state[w]
-    assert_close([moves[5]], [power(g @ g.mT, -0.5) @ g], 1e-8)
+    for size in (5, 4):
+        assert_close([moves[size]], [power(g @ g.mT, -0.5) @ g], 1e-8)
     assert_close([moves[3]], [g / (g.abs() + EPS)])
 
 
@@ -179,6 +180,14 @@ def test_inverse_roots_are_those_of_float64(dtype: torch.dtype, eps: float, rank
     found = inverse_root(matrix, 4, eps)
     assert found.dtype == dtype
     assert (found.double() - expected).norm() < torch.finfo(dtype).eps * expected.norm()
+
+
+def test_a_matrix_of_one_entry_is_divided_by_its_length() -> None:
+    """``L^(−1/4) g R^(−1/4)`` is ``g / |g|``, up to eps; the step of a vector is another one."""
+    w = nn.Parameter(torch.zeros(1, 1, dtype=torch.float64))
+    opt = Shampoo([w], lr=1.0, eps=EPS, grafting=None)
+    gradient = torch.tensor([[-0.1]]).double()
+    assert_close(run(w, opt, [gradient]), [gradient / (0.1 * (1 + EPS) ** 0.5)], 1e-7)
 
 
 def test_zero_gradients_move_nothing_and_do_no_harm() -> None:

@@ -151,6 +151,29 @@ def test_products_of_the_rows_of_all_processes(condensed: bool, of_rows: bool) -
         torch.testing.assert_close(gradient, 3.0 * own.backprop[name] + change[name])
 
 
+def test_the_rows_of_all_processes_decide_for_each_population() -> None:
+    """The rows are the last dimension but one, whatever stands before them."""
+    stacked = {name: t.expand(3, *t.shape) for name, t in problem().start.items()}
+    for rows in range(1, 20):
+        own = problem(rows, others=cast(Any, Twice(rows)), start=stacked)
+        own = replace(own, x=own.x.expand(3, rows, N))
+        for steps in (2, 5):
+            assert (own.through_gram(steps) is not None) == saves(2 * rows, steps - 1)
+
+
+@pytest.mark.parametrize("weight", [0.25, 1.0, 2.0])
+def test_rows_count_as_often_as_their_weight(weight: float) -> None:
+    """``γ G + w (X ΔWᵀ + Δb)ᵀ [X 1]``, through the rows and through their products."""
+    own = problem(row_weight=weight)
+    moved = {name: draw(*t.shape, seed=6) for name, t in own.start.items()}
+    at = {name: t + moved[name] for name, t in own.start.items()}
+    change = weight * (own.x @ moved["weight"].mT + moved["bias"])
+    for gram in (None, Gram.of(own.x)):
+        found = own.gradient(at, gram)
+        torch.testing.assert_close(found["weight"], 3 * own.backprop["weight"] + change.mT @ own.x)
+        torch.testing.assert_close(found["bias"], 3 * own.backprop["bias"] + change.sum(0))
+
+
 def test_the_rows_of_all_processes_decide_whether_products_are_used() -> None:
     for rows in range(1, 20):
         for steps in range(2, 6):

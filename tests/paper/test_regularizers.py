@@ -17,6 +17,7 @@ from torch_locoprop.paper.regularizers import (
     FisherMahalanobis,
     Metric,
     Regularizer,
+    pulled_back_to_start,
 )
 
 GRADIENT = {"weight": batch(3, 4) - 0.5, "bias": batch(3, seed=2) - 0.5}
@@ -100,3 +101,12 @@ def test_which_regularizers_change_what() -> None:
     assert none.direction(GRADIENT, MOVED, 0.3, None) is GRADIENT
     assert none.prox(MOVED["weight"], 0.3) is MOVED["weight"]
     assert float(none.value(MOVED, 0.3, None)) == 0
+
+
+def test_a_rate_of_zero_pulls_nothing_back() -> None:
+    gradient, moved = ({"weight": batch(2, 3, 4, seed=seed)} for seed in (1, 2))
+    rates = torch.tensor([0.0, 0.5]).double()
+    found = pulled_back_to_start(gradient, moved, rates)["weight"]
+    assert torch.equal(found[0], gradient["weight"][0])
+    torch.testing.assert_close(found[1], gradient["weight"][1] + 2 * moved["weight"][1])
+    assert torch.equal(pulled_back_to_start(gradient, moved, 0.0)["weight"], gradient["weight"])

@@ -9,6 +9,7 @@ from torch_locoprop.paper.spectral import (
     agreement,
     damped_inverse,
     equal_rows,
+    has_fast_bf16,
     length,
     polar,
     polar_operations,
@@ -173,3 +174,11 @@ def test_polar_multiplies_in_the_shorter_dimension(
     monkeypatch.setattr(spectral, "_plus_product", watched)
     polar(random(d, n))
     assert set(sizes) == {(min(d, n), min(d, n))}
+
+
+def test_products_on_a_gpu_are_in_bfloat16() -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    assert has_fast_bf16(torch.ones(1, 1, dtype=torch.float64).as_subclass(OnGpu))
+    assert not has_fast_bf16(torch.ones(1, 1, dtype=torch.float64))

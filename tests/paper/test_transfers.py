@@ -25,9 +25,11 @@ from torch.nn import functional
 
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.divergences import bregman, matching_loss
+from torch_locoprop.paper.transfer_base import xlogx_1p
 from torch_locoprop.paper.transfers import (
     CELU,
     ELU,
+    SELU,
     Arctan,
     Hardtanh,
     LeakyReLU,
@@ -477,3 +479,40 @@ def test_unknown_names_list_the_known(name):
 def test_bad_parameters(kind, parameters, message):
     with pytest.raises(ValueError, match=message):
         kind(**parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_entropies_next_to_the_end_of_the_domain(dtype):
+    """The two numbers above −1 are −1 + eps/2 and −1 + eps."""
+    eps = torch.finfo(dtype).eps
+    t = torch.tensor([-1.0, -1 + eps / 2, -1 + eps], dtype=dtype)
+    expected = [0.0, eps / 2 * math.log(eps / 2), eps * math.log(eps)]
+    found = xlogx_1p(t)
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=dtype), rtol=4 * eps, atol=0)
+
+
+def test_the_dual_of_softmax_is_infinite_outside_the_simplex():
+    """The tolerance of float16 is √(1/1024) = 1/32, and a point at that distance is within."""
+    outside = tensor([0.5, 0.6], [-0.1, 1.1], [0.5, 0.4])
+    assert torch.equal(Softmax().dual(outside), torch.full((3,), math.inf).double())
+    near = torch.tensor([[0.5, 0.53125], [-0.03125, 1.03125]], dtype=torch.float16)
+    assert Softmax().dual(near).isfinite().all()
+    assert Softmax().dual(near + near.sign() * 2**-10).isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_saturated_values_have_an_inverse_in_every_dtype(dtype):
+    """The end of the domain of SELU may round to a number below it."""
+    for transfer in (SELU(), ELU(0.7), CELU(0.3)):
+        end = transfer.f(torch.tensor([-1000.0], dtype=dtype))
+        assert torch.equal(transfer.inverse(end), torch.full((1,), -math.inf, dtype=dtype))
+        assert not transfer.dual(end).isnan().any()
+
+
+def test_even_functions_have_their_curvature_at_zero():
+    """``F`` of arctan and softsign has F'(0) = 0 and F''(0) = 1, also by autograd twice."""
+    for transfer in (Arctan(), Softsign()):
+        a = torch.zeros(1, dtype=torch.float64, requires_grad=True)
+        (first,) = grad(transfer.integral(a).sum(), a, create_graph=True)
+        (second,) = grad(first.sum(), a)
+        assert (first.item(), second.item()) == (0.0, 1.0)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cases import FIRST_ORDER
 from torch import Tensor
 
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Numbers, local_rate
@@ -95,3 +96,9 @@ def test_a_population_is_stepped_as_its_members_are(name: str) -> None:
         alone, own = solver.step(g[k], solver.init(w[k], NUMBERS), NUMBERS)
         assert torch.equal(together[k], alone)
         assert all(torch.equal(state[key][k], own[key]) for key in own if key != "step")
+
+
+def test_local_iterations_are_a_fixed_sequence_of_work() -> None:
+    for name in FIRST_ORDER:
+        assert SOLVERS[name].is_fixed_work(0, torch.zeros(2, 3), False)
+        assert SOLVERS[name].is_fixed_work(5, torch.zeros(2, 3), True)

@@ -25,7 +25,16 @@ from torch_locoprop.paper.preconditioning import (
 )
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
-from torch_locoprop.paper.transfers import Linear, ReLU, Sigmoid, Softmax, Step, Tanh, Transfer
+from torch_locoprop.paper.transfers import (
+    Linear,
+    ReLU,
+    Sigmoid,
+    Softmax,
+    SquaredReLU,
+    Step,
+    Tanh,
+    Transfer,
+)
 from torch_locoprop.solvers import SOLVERS, Numbers, Preconditioned, Solver
 
 TRANSFERS = [case[0] for case in CASES] + [Softmax()]
@@ -200,12 +209,13 @@ def test_rounding_does_not_grow_after_the_minimum(loss: LocalLoss, dtype: torch.
     assert far - near <= 1e2 * torch.finfo(dtype).eps * abs(near)
 
 
-def test_one_iteration_solves_a_squared_problem() -> None:
+@pytest.mark.parametrize("slope", ["mean", "bound"])
+def test_one_iteration_solves_a_squared_problem(slope: str) -> None:
     """With λ near zero, a squared loss is at its minimum after one step, which is that of Eq. 4."""
     problem = replace(
         random_problem(Linear(), 0), loss=Squared(), target=GradientDescent(), gamma=0.7
     )
-    found = solved(problem, Preconditioned(damping=1e-12), 1)
+    found = solved(problem, Preconditioned(damping=1e-12, slope=slope), 1)
     rows = torch.cat([problem.x, torch.ones(60, 1, dtype=torch.float64)], 1)
     expected = torch.linalg.lstsq(rows, -0.7 * problem.g).solution.mT
     moved = joined(found) - joined(problem.start)
@@ -217,6 +227,118 @@ def test_the_learning_rate_is_the_part_of_the_way() -> None:
     whole, half = (solved(problem, Preconditioned(), 3, lr)["weight"] for lr in (1.0, 0.5))
     start = problem.start["weight"]
     torch.testing.assert_close(half - start, 0.5 * (whole - start), rtol=1e-12, atol=1e-13)
+
+
+def in_weights(problem: LocalProblem, steps: int) -> tuple[Tensor, list[float]]:
+    """Return the solution of the documented iteration, and the fractions of its steps.
+
+    It is written in weights, with autograd for the gradients and slopes. FISTA's counts
+    ``t ← (1 + √(1 + 4 t²))/2`` give its momentum ``(t₋ − 1)/t``; an output whose step was shortened
+    starts again.
+    """
+    wide = torch.cat([problem.x, torch.ones_like(problem.x[:, :1])], 1)
+    start = joined(problem.start)
+    slopes = problem.transfer.derivative(wide @ start.mT).mean(0)
+    h = slopes.clamp_min(0.4)
+    c = wide.mT @ wide
+    inverse = torch.linalg.inv(c + 1e-2 * c.diagonal().mean() * torch.eye(len(c)).double())
+    goal = wide.mT @ (problem.transfer.f(wide @ start.mT) - problem.gamma * problem.g)
+
+    def gradient(moved: Tensor) -> Tensor:
+        at = (start + moved).requires_grad_()
+        loss = problem.transfer.integral(wide @ at.mT).sum() - (at * goal.mT).sum()
+        return torch.autograd.grad(loss, at)[0]
+
+    moved = velocity = torch.zeros_like(start)
+    count, momentum, scale = torch.ones(3, len(start)).double()
+    momentum = 0 * momentum
+    fractions: list[float] = []
+    for _ in range(steps):
+        step = velocity - scale[:, None] * gradient(moved + velocity) @ inverse / h[:, None]
+
+        def slope(t: Tensor, at: Tensor = moved, along: Tensor = step) -> tuple[Tensor, Tensor]:
+            found = (gradient(at + t[:, None] * along) * along).sum(1)
+            return found, found[None]
+
+        part = descending_fraction(slope, slope(torch.zeros_like(h)), 3)
+        moved = moved + part.t[:, None] * step
+        stuck = (part.t == 0) & (momentum == 0)
+        scale = torch.where(stuck, scale * part.untried, scale)
+        after = (1 + (1 + 4 * count.square()).sqrt()) / 2
+        momentum = torch.where(part.t < 1, 0.0, (count - 1) / after)
+        count = torch.where(part.t < 1, 1.0, after)
+        velocity = momentum[:, None] * step
+        fractions += part.t.tolist()
+    return moved, fractions
+
+
+@pytest.mark.parametrize(("transfer", "shift"), [(Tanh(), 0.0), (SquaredReLU(), -6.0)], ids=str)
+def test_iterations_are_those_of_nesterov_with_restarts(transfer: Transfer, shift: float) -> None:
+    """Outputs far in the flat part of a squared ReLU find no step short enough at first."""
+    seen: list[float] = []
+    for seed in range(3):
+        problem = replace(
+            random_problem(transfer, seed, scale=2.0), gamma=0.7 if shift == 0 else 100
+        )
+        start = {**problem.start, "bias": problem.start["bias"] + shift}
+        problem = replace(problem, start=start)
+        for steps in (1, 2, 3, 7):
+            found = joined(solved(problem, Preconditioned(), steps)) - joined(start)
+            expected, fractions = in_weights(problem, steps)
+            torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+        seen += fractions
+    assert any(0 < t < 1 for t in seen)
+    assert max(seen) > 1
+    assert (min(seen) == 0) == (shift != 0)
+
+
+class Coupled(Transfer):
+    """The identity, as a function of all outputs together, and without a bound of its slope."""
+
+    name = "coupled"
+    elementwise = False
+
+    def f(self, a: Tensor) -> Tensor:
+        return a
+
+    def derivative(self, a: Tensor) -> Tensor:
+        return torch.eye(a.shape[-1]).to(a).expand(*a.shape, a.shape[-1])
+
+    def integral(self, a: Tensor) -> Tensor:
+        return 0.5 * a.square().sum(-1)
+
+
+def test_a_coupled_transfer_without_a_bound_counts_as_half_as_steep_as_one() -> None:
+    """A step of twice Newton's: the secant finds its half, of which 0.95 is taken."""
+    problem = random_problem(Coupled(), 0)
+    rows = torch.cat([problem.x, torch.ones_like(problem.x[:, :1])], 1)
+    newton = torch.linalg.lstsq(rows, -problem.g).solution.mT
+    moved = joined(solved(problem, Preconditioned(damping=1e-12), 1)) - joined(problem.start)
+    torch.testing.assert_close(moved, 0.95 * newton, rtol=1e-6, atol=1e-8)
+
+
+def test_a_minimum_that_rounding_cannot_tell_is_not_reached() -> None:
+    """X is the identity and all numbers are whole, so the slope at the minimum is zero exactly."""
+    gradient = torch.tensor([[3.0, -2.0], [1.0, 4.0]]).double()
+    problem = replace(
+        random_problem(Linear(), 0),
+        x=torch.eye(2).double(),
+        start={"weight": torch.zeros(2, 2).double()},
+        backprop={"weight": gradient},
+        loss=Squared(),
+        target=GradientDescent(),
+        g=None,
+    )
+    part = solved(problem, Preconditioned(damping=1e-30), 1)["weight"] / -gradient
+    torch.testing.assert_close(part, part[:, :1].expand(2, 2))
+    assert (part > 0.9).all()
+    assert (part < 1).all()
+
+
+def test_every_solution_is_a_fixed_sequence_of_work() -> None:
+    weight = torch.zeros(3, 4)
+    assert Preconditioned().is_fixed_work(0, weight, False)
+    assert Preconditioned().is_fixed_work(5, weight, True)
 
 
 # ---- the check -----------------------------------------------------------------------------------
@@ -237,6 +359,12 @@ def test_the_fraction_is_near_the_minimum_and_never_beyond() -> None:
     torch.testing.assert_close(part.residual.squeeze(-2), slope(part.t)[0])
     more = descending_fraction(slope, slope(torch.zeros_like(minima)), 40)
     torch.testing.assert_close(more.t[1:-1], minima[1:-1], rtol=1e-2, atol=0)
+
+    def tiny(t: Tensor) -> tuple[Tensor, Tensor]:
+        return 1e-9 * slope(t)[0], slope(t)[1]
+
+    small = descending_fraction(tiny, tiny(torch.zeros_like(minima)), 3)
+    torch.testing.assert_close(small.t, part.t)  # a loss has no unit
 
 
 def test_a_direction_that_ascends_is_not_taken() -> None:

@@ -21,6 +21,7 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import equal_rows, polar
+from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.targets import GradientDescent
 from torch_locoprop.paper.transfers import Tanh
 from torch_locoprop.solvers import SOLVERS, Numbers, Spectral, spectral
@@ -470,6 +471,49 @@ def test_the_damping_is_at_least_64_units_of_rounding(eps_bits: torch.dtype) -> 
     least = 64 * torch.finfo(eps_bits).eps
     expected = torch.linalg.inv(gram + least * torch.eye(2).double())
     torch.testing.assert_close(found.state["inverse"].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("agreement", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["full", "block", "diagonal"])
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)], ids=str)
+def test_empty_states_stand_for_the_start(
+    leading: tuple[int, ...], kind: str, agreement: float
+) -> None:
+    """A first step from them leaves the state of a first step from nothing, with parts of C too."""
+    solver, numbers = Spectral(agreement=agreement, averaging=0.0), Numbers(0.1, 0.9, 0.9)
+    x = torch.randn(*leading, 8, 5, dtype=torch.float64)
+    structure = Structure(kind, 3, ones=False)
+    problem = weight_problem(torch.zeros(*leading, 4, 5).double(), x)
+    if kind != "full":
+        rows = ReducedGram.reduced(x, structure)
+        problem = replace(problem, x=rows, structure=structure)
+    empty = solver.empty_states(problem.start, False, structure=structure)
+    ends = [
+        solver.solve(problem, states, {"weight": numbers}, 1, "constant")
+        for states in ({"weight": {}}, empty)
+    ]
+    assert ends[0][1]["weight"].keys() == empty["weight"].keys()
+    for key, entry in ends[0][1]["weight"].items():
+        assert entry.shape == empty["weight"][key].shape
+        torch.testing.assert_close(ends[1][1]["weight"][key], entry)
+    torch.testing.assert_close(ends[1][0]["weight"], ends[0][0]["weight"])
+    gram = x.mT @ x
+    gram = gram / gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    blocks = torch.arange(5) // {"full": 5, "block": 3, "diagonal": 1}[kind]
+    inverse = torch.linalg.inv(gram * (blocks[:, None] == blocks) + torch.eye(5).double())
+    moved = polar(problem.backprop["weight"] @ inverse)
+    lengths = moved.norm(dim=-1, keepdim=True)
+    moved = moved * equal_rows(lengths, lengths.square())
+    torch.testing.assert_close(ends[0][0]["weight"], -0.1 * 0.2 * 5**0.5 * moved)
+
+
+def test_a_process_without_outputs_takes_part() -> None:
+    """Another process has all of them, and both have to exchange their sums."""
+    problem = weight_problem(torch.zeros(0, 4), torch.randn(6, 4))
+    problem = replace(problem, outputs=OtherHalf(6))
+    found = Spectral().direction(problem, {"weight": {}}, {"weight": Numbers(0.1)})
+    assert found is not None
+    assert found.matrix.shape == (0, 4)
 
 
 class OtherHalf:

@@ -59,9 +59,9 @@ class Dense:
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if bias is None:
             return x @ weight.mT
-        if weight.dim() == 2:
+        if weight.dim() == x.dim() == 2:
             return torch.addmm(bias, x, weight.mT)
-        if weight.dim() == 3 and x.dim() == 3:
+        if weight.dim() == x.dim() == 3:
             return torch.baddbmm(bias.unsqueeze(-2), x, weight.mT)
         return x @ weight.mT + bias.unsqueeze(-2)
 
