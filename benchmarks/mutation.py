@@ -72,6 +72,9 @@ class Coverage:
         if contexts == {""}:  # code that runs when it is imported: every test of the file may tell
             contexts = {context for own in by_line.values() for context in own}
         names = sorted({c.rpartition("|")[0] for c in contexts} & self._seconds.keys())
+        if contexts and not names:  # a module of data only: the tests of its package may tell
+            package = file.relative_to(ROOT / "src" / "torch_locoprop").parts[0]
+            names = sorted(name for name in self._seconds if name.startswith(f"tests/{package}/"))
         chosen, total = [], 0.0
         for name in sorted(names, key=lambda name: self._seconds[name]):
             total += self._seconds[name]

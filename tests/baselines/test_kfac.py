@@ -241,7 +241,7 @@ def test_a_layer_without_gradients_is_damped_by_the_identity() -> None:
     assert_close([damped_a, damped_d], [torch.ones(2, 2) + 0.1 * torch.eye(2), 0.1 * torch.eye(3)])
 
 
-@pytest.mark.parametrize("leading", [(), (2,), (2, 4)], ids=str)
+@pytest.mark.parametrize("leading", [(), (2,), (2, 5)], ids=str)
 def test_damping_of_each_member(leading: tuple[int, ...]) -> None:
     """``A + π √λ I`` and ``D + √λ/π I``; π is 1 where a factor is zero."""
     roots = batch(*leading, 4, 4) - 0.5, batch(*leading, 3, 3, seed=2) - 0.5
@@ -257,7 +257,7 @@ def test_damping_of_each_member(leading: tuple[int, ...]) -> None:
         assert_close(list(damped_inverses(a, d, 0.01)), inverses, 1e-10)
 
 
-@pytest.mark.parametrize("leading", [(2,), (2, 4)], ids=str)
+@pytest.mark.parametrize("leading", [(2,), (2, 5)], ids=str)
 def test_inverses_of_members_of_which_one_rounds_to_an_indefinite_one(
     leading: tuple[int, ...],
 ) -> None:
@@ -583,3 +583,25 @@ def test_what_cannot_be_served() -> None:
         KFAC(nn.Sequential(nn.LayerNorm(3)), output_transfer="linear")
     with pytest.raises(ValueError, match="KFAC trains the whole model"):
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+
+
+def test_a_model_that_is_a_layer_has_no_name() -> None:
+    text = KFAC(nn.Linear(3, 2), lr=0.1, output_transfer="linear").summary()
+    assert "(model)" in text
+    named = KFAC(nn.Sequential(nn.Linear(3, 2)), lr=0.1, output_transfer="linear").summary()
+    assert "(model)" not in named
+    assert named.splitlines()[-1] == text.splitlines()[-1] == (
+        "1 modules; 8 of 8 parameters by K-FAC"
+    )  # fmt: skip
+
+
+def test_a_state_from_before_the_first_step_changes_nothing() -> None:
+    """The labels of the first step are those of an optimizer that has loaded nothing."""
+    ends = []
+    for loaded in (False, True):
+        model, opt = make()
+        if loaded:
+            opt.load_state_dict(opt.state_dict())
+        train(model, opt, range(2))
+        ends.append(weights(model))
+    assert_close(*ends, 0.0)

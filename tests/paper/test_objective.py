@@ -111,10 +111,11 @@ def test_no_rows(matching: bool) -> None:
     torch.testing.assert_close(objective(own, at), written_out(own, at, torch.tensor(0.0))[1])
 
 
+@pytest.mark.parametrize("leading", [(), (2,)], ids=str)
 @pytest.mark.parametrize("matching", [False, True])
-def test_rows_of_different_weights(matching: bool) -> None:
+def test_rows_of_different_weights(matching: bool, leading: tuple[int, ...]) -> None:
     weights = draw(ROWS, 1, seed=5).abs() + 0.1
-    own = problem(matching, row_weight=weights)
+    own = problem(matching, leading, row_weight=weights)
     weighted = weights * own.g
     own = replace(own, backprop={"weight": weighted.mT @ own.x, "bias": weighted.sum(-2)})
     at, flat = moved(own, 0.4), weights.squeeze(-1)

@@ -335,6 +335,34 @@ def test_a_minimum_that_rounding_cannot_tell_is_not_reached() -> None:
     assert (part < 1).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_gradient_of_zero_moves_nothing(dtype: torch.dtype) -> None:
+    """Targets relative to the start are rounded in half precision; that is no residual."""
+    whole = random_problem(Tanh(), 0)
+    problem = replace(
+        whole,
+        x=whole.x.to(dtype),
+        start={name: t.to(dtype) for name, t in whole.start.items()},
+        backprop={name: torch.zeros_like(t, dtype=dtype) for name, t in whole.start.items()},
+        g=None,
+    )
+    for name, tensor in solved(problem, Preconditioned(), 3).items():
+        assert torch.equal(tensor, problem.start[name])
+
+
+@pytest.mark.parametrize("transfer", [Tanh(), Softmax()], ids=repr)
+def test_a_bias_alone_moves_to_a_lower_loss(transfer: Transfer) -> None:
+    whole = random_problem(transfer, 0)
+    problem = replace(
+        whole,
+        start={"bias": whole.start["bias"]},
+        fixed={"weight": whole.start["weight"]},
+        backprop={"bias": whole.backprop["bias"]},
+    )
+    losses = [objective(problem, solved(problem, Preconditioned(), t)).item() for t in (1, 2, 4)]
+    assert 0 > losses[0] >= losses[1] >= losses[2]
+
+
 def test_every_solution_is_a_fixed_sequence_of_work() -> None:
     weight = torch.zeros(3, 4)
     assert Preconditioned().is_fixed_work(0, weight, False)

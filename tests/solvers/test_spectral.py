@@ -342,6 +342,7 @@ def test_large_gradients_in_half_precision() -> None:
 
 def test_its_name() -> None:
     assert SOLVERS["spectral"] == Spectral()
+    assert SOLVERS["general"] == replace(Spectral(), agreement=1.0)
 
 
 @pytest.mark.parametrize("products", ["bf16", "full"])
