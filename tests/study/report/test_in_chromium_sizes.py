@@ -225,6 +225,35 @@ def test_method_names_wrap_under_themselves(opening: Any) -> None:
             assert max(lines for *_, lines in rows) > 1, "some names have several lines"
 
 
+def test_no_word_of_a_name_is_broken_and_rows_stay_low(opening: Any) -> None:
+    shown = opening("many")
+    shown.evaluate(
+        "const origin = [...document.querySelectorAll('#ranking td[data-key=origin]')][2];"
+        "origin.textContent = 'tuned on mnist, 18 trials with every=100, 13 of them unfinished';"
+        "origin.classList.add('long');"
+    )
+    for width in at_each_width(shown):
+        broken = shown.evaluate(
+            "[...document.querySelectorAll('#ranking .named')].flatMap(n => {"
+            " const text = n.lastElementChild.firstChild, range = document.createRange();"
+            " return [...text.data.matchAll(/[^\\s-]+/g)].filter(word => {"
+            "  range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);"
+            "  return new Set([...range.getClientRects()].map(r => r.top)).size > 1;"
+            " }).map(word => word[0]); })"
+        )
+        assert broken == [], width
+        row, name, text = shown.evaluate(
+            "[document.querySelector('#ranking tr:has(.long)'),"
+            " document.querySelector('#ranking tr:has(.long) .named'),"
+            " document.querySelector('#ranking .long').firstChild]"
+            ".map(e => { const range = document.createRange(); range.selectNode(e);"
+            " return range.getBoundingClientRect().height; })"
+        )
+        assert text > 0
+        if width < 861:
+            assert row < name + 40, f"where settings come from makes a row tall at {width}"
+
+
 def test_every_line_can_be_seen_on_the_page(opening: Any) -> None:
     """A contrast of at least 3 with the paper, as WCAG asks for graphics; 2.9 allows for rounding."""
     paths = "[...document.querySelectorAll('#curves .swatch path')]"
