@@ -24,8 +24,8 @@ OWN = ("locoprop-s", "locoprop-m")
 STRETCH, STRETCH_FOR_OWN = 1.6, 4.0
 """How much higher a frame gets at most, so that a line ends in it."""
 
-ROW = 0.045
-"""The height of a name in a frame, as a share of the frame."""
+ROW, SMALL_ROW = 0.055, 0.078
+"""The height of a name in a frame and in a small one, as a share of the range of losses."""
 
 NEARBY = 0.04
 """Marks of one line are at least this share of its points apart."""
@@ -45,11 +45,12 @@ class Frame:
         return self.low, self.high
 
 
-def frame_of(lines: Sequence[Drawn], loss: Loss) -> Frame | None:
+def frame_of(lines: Sequence[Drawn], loss: Loss, *, small: bool = False) -> Frame | None:
     """Return the range from the lowest loss to the median after a tenth of the epochs.
 
     The range is extended to the ends of lines that are not far above, and to those of LocoProp's own
-    lines from half of the epochs on. The scale is logarithmic if even this range is wide.
+    lines from half of the epochs on. The scale is logarithmic if even this range is wide. In a `small`
+    panel a name takes a larger share of the height.
     """
     known = [(line, line.losses(loss)) for line in lines if not line.diverged]
     finite = [(line, each) for line, each in known if np.isfinite(each).all() and each.shape[1] > 1]
@@ -68,10 +69,10 @@ def frame_of(lines: Sequence[Drawn], loss: Loss) -> Frame | None:
         if wanted <= low + (STRETCH_FOR_OWN if own else STRETCH) * span:
             top = max(top, wanted)
     # Lines that end above are named in a row each below the upper edge, above the other ends.
-    rows = sum(line.final(loss) > top for line in lines)
+    names = sum(line.final(loss) > top for line in lines) * (SMALL_ROW if small else ROW)
     if low > 0 and top / low >= LOGARITHMIC:
-        return Frame(low / (top / low) ** 0.04, top * (top / low) ** (ROW * rows), True)
-    return Frame(low - 0.04 * (top - low), top + ROW * rows * (top - low), False)
+        return Frame(low / (top / low) ** 0.04, top * (top / low) ** names, True)
+    return Frame(low - 0.04 * (top - low), top + names * (top - low), False)
 
 
 def exits(losses: Floats, high: float) -> list[int]:

@@ -88,8 +88,10 @@ def looks(lines: Sequence[Drawn], loss: Loss, bounds: tuple[float, float] | None
             for other, its in zip(lines[:at], found, strict=True)
             if bounds and _coincide(line, other, loss, bounds)
         ]
-        free = (dashes for dashes in (look["ls"], *style.OVER) if dashes not in close)
-        look["ls"] = next(free, look["ls"])
+        # A solid line would hide all that it lies on, also those that have gaps.
+        own = [] if close and look["ls"] == "-" else [look["ls"]]
+        free = (dashes for dashes in (*own, *style.OVER) if dashes not in close)
+        look["ls"] = next(free, style.OVER[-1] if close else look["ls"])
         found.append(look)
     return found
 

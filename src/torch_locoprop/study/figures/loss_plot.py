@@ -54,7 +54,7 @@ def draw(
         lines = [loss_lines.merged(drawn) for drawn in lines]
     looks: list[Look] = []
     for panel, drawn, axes in zip(figure.panels, lines, grid.flat, strict=True):
-        frame = frame_of(drawn, panel.loss)
+        frame = frame_of(drawn, panel.loss, small=grid_like)
         if grid_like or not looks:
             looks = loss_lines.looks(drawn, panel.loss, frame.bounds if frame else None)
         _panel(axes, panel, drawn, looks, frame)

@@ -20,7 +20,7 @@ PANEL_TITLE: dict[str, Any] = {"loc": "left", "fontsize": 10.5, "fontweight": "b
 DASHES: tuple[Any, ...] = ("-", (0, (5, 1.6)), (0, (1.4, 1.2)), (0, (6, 1.5, 1.2, 1.5)))
 """The dashes of a method's variants: the first, such as @1, is solid; then @10, @100."""
 
-OVER: tuple[Any, ...] = ((0, (3, 3)), (0, (1.4, 2.4)))
+OVER: tuple[Any, ...] = ((0, (3, 3)), (0, (1.4, 2.4)), (0, (5, 2.5, 1.4, 2.5)))
 """The dashes of lines that lie on another line, which shows in the gaps."""
 
 ITERATIONS = {
