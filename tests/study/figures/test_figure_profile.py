@@ -52,13 +52,23 @@ def test_the_drawn_steps_are_the_shares() -> None:
     figure = profile.draw(LINES, over, "title", "subtitle")
     for axes, loss in zip(figure.axes, profile.LOSSES, strict=True):
         values = profile.ratios(LINES, over, loss)
-        for drawn, name in zip(axes.lines, over.methods, strict=True):
+        for at, (drawn, name) in enumerate(zip(axes.lines, over.methods, strict=True)):
             for x, y in zip(drawn.get_xdata(), drawn.get_ydata(), strict=True):
                 factor = 1 + x / 100 + 1e-9
-                assert y == pytest.approx(profile.share(values[name], factor))
+                apart = profile.APART * (at - 0.5)
+                assert y == pytest.approx(profile.share(values[name], factor) + apart)
         assert len({drawn.get_marker() for drawn in axes.lines}) == 2
     names = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
     assert names == ["Adam", "SGD"], "by the mean ratio of train losses"
+
+
+def test_equal_shares_do_not_hide_each_other() -> None:
+    tasks = {"one": {name: ending(name, 50.0) for name in ("adam", "sgd", "muon")}}
+    over = profile.compared(tasks)
+    for axes in profile.draw(tasks, over, "title", "subtitle").axes:
+        ends = [round(float(drawn.get_ydata()[-1]), 6) for drawn in axes.lines]
+        assert len(set(ends)) == 3
+        assert max(ends) - min(ends) < 1 / 7, "less than the share of a task"
 
 
 def test_it_is_made_from_existing_runs(tmp_path: Path) -> None:

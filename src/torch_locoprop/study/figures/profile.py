@@ -27,6 +27,9 @@ from torch_locoprop.study.methods import label
 
 NAME = "profile"
 LOSSES: tuple[Loss, ...] = ("train_loss", "test_loss")
+APART = 0.007
+"""The distance between lines of equal shares, which would hide each other."""
+
 PERCENT = (0, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 """Ticks of the axis of distances from the lowest loss."""
 
@@ -110,7 +113,8 @@ def caption(lines: Lines, over: Compared, title: str, made: Sequence[str]) -> st
     parts = [
         f"# {title}",
         "Final losses divided by the lowest of all methods on the task. @k: the best k of each task, "
-        "by train loss. Where the settings come from is in the captions of the tasks' own figures.",
+        "by train loss. Lines of equal shares are drawn a little apart. Where the settings come from "
+        "is in the captions of the tasks' own figures.",
     ]
     for loss in LOSSES:
         table = [["method", *over.tasks], ["---", *["---:"] * len(over.tasks)]]
@@ -134,7 +138,7 @@ def draw(
         _panel(axes, ratios(lines, over, loss))
         axes.set_xlabel(f"{loss.replace('_', ' ')} at the end, above the lowest")
         style.finish(axes, f"{loss.replace('_', ' ').capitalize()}")
-    panels[0].set_ylabel("share of tasks")
+    panels[0].set_ylabel("share of tasks (lines drawn a little apart)")
     panels[0].yaxis.label.set(color=style.INK, fontsize=9.5)
     by_name = {str(line.get_label()): line for line in panels[1].lines}
     for name, line in by_name.items():
@@ -158,14 +162,16 @@ def _panel(axes: Axes, values: Mapping[str, Sequence[float]]) -> None:
     """Draw the share of tasks by the distance from the lowest loss in percent, on a log scale."""
     finite = [value for each in values.values() for value in each if math.isfinite(value)]
     end = 1.3 * max(*(100 * (value - 1) for value in finite), 1.0)
-    for name, each in values.items():
+    for at, (name, each) in enumerate(values.items()):
         steps = sorted(value for value in each if math.isfinite(value))
         above = [0.0, *(100 * (value - 1) for value in steps), end]
         shares = [share(each, factor) for factor in (1.0, *steps, math.inf)]
         shares[-1] = shares[-2]  # infinite ratios are never within a factor
         look = {**style.line_look(name, 0), **style.marker_look(name)}
         marks = list(range(1, len(above) - 1))
-        axes.step(above, shares, where="post", label=name, markevery=marks, **look)
+        apart = APART * (at - (len(values) - 1) / 2)
+        shown = [value + apart for value in shares]
+        axes.step(above, shown, where="post", label=name, markevery=marks, **look)
     axes.set_xscale("symlog", linthresh=PERCENT[1], linscale=0.4)
     axes.set(xlim=(-0.06, end), ylim=(-0.03, 1.05))
     axes.set_xticks([each for each in PERCENT if each <= end])
