@@ -104,11 +104,10 @@ class TrainingStep:
     def _can_record(self, batch: Sequence[object], parameters: Sequence[Tensor]) -> bool:
         """Return True if the optimizer and this batch permit a recording of the step."""
         optimizer = self._optimizer
-        capturable = getattr(optimizer, "capturable", False) or all(
-            group.get("capturable", False) for group in optimizer.param_groups
-        )
         devices = {p.device for p in parameters}
-        if not capturable or len(devices) != 1 or not all(map(graphs.can_record, devices)):
+        if len(devices) != 1 or not all(map(graphs.can_record, devices)):
+            return False
+        if not is_capturable(optimizer):
             return False
         if ddp.are_several() or any(p.grad is not None for p in parameters):
             return False
@@ -225,6 +224,13 @@ class TrainingStep:
             tensors += self._optimizer.state.get(p, {}).values()
         key += [t.data_ptr() if isinstance(t, Tensor) else t for t in tensors]
         return key
+
+
+def is_capturable(optimizer: Optimizer) -> bool:
+    """Return True if steps of the optimizer can be recorded as a CUDA graph."""
+    return bool(getattr(optimizer, "capturable", False)) or all(
+        group.get("capturable", False) for group in optimizer.param_groups
+    )
 
 
 def _form(batch: Sequence[Tensor]) -> list[tuple[Any, ...]]:

@@ -12,18 +12,27 @@ import pytest
 import small
 from drawn import FALLING, found, legend, line, picture
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.markers import CARETUP
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.figures import captions, catalog, loss_frame, matching_loss, style
+from torch_locoprop.study.figures import (
+    captions,
+    catalog,
+    loss_frame,
+    loss_lines,
+    matching_loss,
+    style,
+)
 from torch_locoprop.study.figures.final_table import final_table
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.profile import make_profile
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import IMAGES, QUICK
+from torch_locoprop.study.figures.time_to_loss import make_time_to_loss
 from torch_locoprop.study.training import runner
 
 LOSSES = catalog.LOSS_FIGURES
@@ -167,6 +176,47 @@ def test_lines_that_coincide_are_drawn_with_gaps() -> None:
     handles = figure.axes[-1].get_legend().legend_handles
     shown = {h.get_label().partition(":")[0]: str(h._dash_pattern) for h in handles}
     assert [shown[name] for name in ("Momentum", "Nesterov", "Muon")] == dashes
+
+
+def test_no_solid_line_hides_one_that_has_gaps() -> None:
+    """Three lines, each on the one before, of which the first and the last are apart."""
+    step = 0.7 * loss_lines.CLOSE * 20
+    lines = [
+        line(name, found(name, [x + number * step for x in FALLING]))
+        for number, name in enumerate(("momentum", "nesterov", "muon"))
+    ]
+    bounds = (40.0, 60.0)
+    dashes = [look["ls"] for look in loss_lines.looks(lines, "train_loss", bounds)]
+    assert dashes[0] == "-"
+    assert "-" not in dashes[1:]
+    assert dashes[1] != dashes[2]
+    apart = loss_lines.looks([lines[0], lines[2]], "train_loss", bounds)
+    assert [look["ls"] for look in apart] == ["-", "-"]
+
+
+@pytest.mark.parametrize("name", ["first-order", "relu", "test-losses"])
+@pytest.mark.parametrize("above", [1, 2, 4])
+def test_no_name_covers_the_end_of_a_line(name: str, above: int) -> None:
+    """Names of lines that end above the frame are over all ends in it."""
+    low = ("adam", "muon", "soap", "kfac@2", "exact-s-muon", "locoprop-spectral")
+    lines = [
+        line(each, found(each, [x + number / 50 for x in FALLING]))
+        for number, each in enumerate(low)
+    ]
+    high = [*FALLING[:-1], 60.5]  # just below where the frame would end without names
+    lines.append(line("rmsprop", found("rmsprop", high)))
+    names = ("sgd", "momentum", "nesterov", "adagrad")[:above]
+    for number, each in enumerate(names):  # identical lines would be one
+        lines.append(line(each, found(each, [500.0 + number] * len(FALLING))))
+    figure = picture(lines, name)
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    for axes in figure.axes:
+        boxes = [text.get_window_extent(renderer) for text in axes.texts]
+        assert len(boxes) == above
+        for each in curves(axes):
+            end = axes.transData.transform((each.get_xdata()[-1], each.get_ydata()[-1]))
+            assert not any(box.contains(*end) for box in boxes), each.get_color()
 
 
 def test_identical_lines_are_one_line_under_both_names() -> None:
@@ -352,7 +402,10 @@ def test_the_committed_figures_are_those_of_the_committed_runs(tmp_path: Path) -
     added = ("locoprop-spectral",)
     order = small.order(tmp_path, **wanted, added=added, images=Images(), seeds=(0, 1, 2))
     making = small.Making(order)
-    made = [*making("standard", "relu"), make_profile(making.maker)]
+    made = [
+        *making("standard", "relu"),
+        *(m(making.maker) for m in (make_profile, make_time_to_loss)),
+    ]
     for each in made:
         text = each.files[2].read_text().partition("Made by")[0]
         assert text

@@ -14,7 +14,7 @@ from torch_locoprop.study.data.datasets import Dataset, DatasetError
 from torch_locoprop.study.figures import catalog, images, run_jobs, timings
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.missing import Missing
-from torch_locoprop.study.figures.run_library import Library, Place, where_made
+from torch_locoprop.study.figures.run_library import Library, Place, clock_key, where_made
 from torch_locoprop.study.training import runner
 from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.run_folder import RunFolder
@@ -276,6 +276,20 @@ def test_seconds_leave_out_the_first_epoch_and_come_from_one_machine(tmp_path: P
     again = small.Making(asked)
     assert again("standard")[0].missing == ()
     assert any(line.startswith("Timing 1 methods") for line in again.said)
+
+
+def test_seconds_of_one_gpu_are_compared_whatever_the_threads_of_the_host() -> None:
+    here = {"machine": "NVIDIA H200", "torch": "2.11.0", "threads": 1, "python": "3.12.3"}
+    there = {**here, "threads": 16, "python": "3.12.4"}
+    for changed, device, same in (
+        (there, "cuda", True),
+        (there, "cpu", False),
+        ({**here, "machine": "another"}, "cuda", False),
+        ({**here, "torch": "2.13.0"}, "cuda", False),
+    ):
+        keys = {clock_key(each, device, "fp32") for each in (here, changed)}
+        assert (len(keys) == 1) is same
+    assert clock_key(here, "cuda", "fp32") != clock_key(here, "cuda", "tf32")
 
 
 def test_a_folder_above_the_runs_may_have_any_name(tmp_path: Path, executed: list[str]) -> None:

@@ -198,6 +198,7 @@ def _make(
     from torch_locoprop.study.figures.matching_loss import make_matching_loss
     from torch_locoprop.study.figures.profile import make_profile
     from torch_locoprop.study.figures.run_jobs import using_threads
+    from torch_locoprop.study.figures.time_to_loss import make_time_to_loss
 
     console = messages()
 
@@ -215,6 +216,7 @@ def _make(
         made = [make_matching_loss(request)] if "matching-loss" in names else []
         with using_threads(request.scale.threads):
             made += maker.loss_figures([n for n in names if n in catalog.LOSS_FIGURES])
+            made += [make_time_to_loss(maker)] if "time-to-loss" in names else []
             made += [make_profile(maker)] if "profile" in names else []
             made += [make_costs(request, say)] if "costs" in names else []
     except KeyboardInterrupt as error:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.figures import images
+from torch_locoprop.study.figures import images, timings
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
 from torch_locoprop.study.figures.final_table import final_table
 from torch_locoprop.study.figures.loss_lines import Drawn
@@ -73,7 +73,7 @@ def caption(
 def footer_of(
     figure: LossFigure,
     runs: Sequence[Found],
-    timed_on: str,
+    timed: str,
     missing: Sequence[str],
     command: str,
 ) -> list[str]:
@@ -82,7 +82,7 @@ def footer_of(
     Args:
         figure: The figure.
         runs: Its runs.
-        timed_on: The machine of the timings; empty if nothing is drawn by seconds.
+        timed: How seconds were measured (`how_timed`); empty if nothing is drawn by seconds.
         missing: What is missing, one phrase per reason.
         command: The command that makes the figure.
     """
@@ -100,18 +100,30 @@ def footer_of(
         where_made(runs),
     ]
     lines = [" · ".join(facts), _origins(figure, runs)]
-    if timed_on:
-        lines.append(f"Seconds: each method alone for some epochs on {timed_on}.{_graphs(runs)}")
+    if timed:
+        lines.append(timed)
     if missing:
         lines.append(f"Missing: {'; '.join(missing)}.")
     return [*lines, f"Made by: `{command}`"]
 
 
-def _graphs(runs: Sequence[Found]) -> str:
-    """Return which methods replay CUDA graphs, if the runs were made on a GPU."""
-    if not any(run.config.device == "cuda" for run in runs):
-        return ""
-    return " LocoProp and first-order methods replay CUDA graphs, the others run eagerly."
+def how_timed(lines: Iterable[Drawn], timed_on: str) -> str:
+    """Return how the seconds of some lines were measured, and which are those of CUDA graphs.
+
+    Args:
+        lines: The lines; those without seconds are left out.
+        timed_on: The machine of the timings.
+    """
+    timed = {line.series.label: line.runs[0].config for line in lines if line.seconds is not None}
+    text = f"Seconds: each method alone for some epochs on {timed_on}."
+    if not any(config.device == "cuda" for config in timed.values()):
+        return text
+    graphs = [name for name, config in timed.items() if timings.replays_cuda_graphs(config)]
+    eager = [name for name in timed if name not in graphs]
+    ways = {"Replayed as CUDA graphs": graphs, "Run eagerly": eager}
+    return " ".join(
+        [text, *(f"{way}: {', '.join(names)}." for way, names in ways.items() if names)]
+    )
 
 
 def _origins(figure: LossFigure, runs: Sequence[Found]) -> str:

@@ -63,12 +63,17 @@ ENTRIES = (
     Entry("curves", "CURVES", "Figure 6 (c) and (f)", "Standard autoencoder"),
     Entry("batch-100", "Batches of 100", "Figure 7"),
     Entry("test-losses", "Test losses", "Figures 6 (d) to (f) and 8"),
+    Entry("time-to-loss", "Time to a train loss", "not in the paper, see Figure 5"),
     Entry("profile", "Share of tasks within a factor of the best", "not in the paper"),
     Entry("costs", "Memory and time of a step beside the formulas", "Table 1"),
 )
 NAMES = tuple(entry.name for entry in ENTRIES)
-LOSS_FIGURES = tuple(name for name in NAMES if name not in ("matching-loss", "profile", "costs"))
+_OTHERS = ("matching-loss", "time-to-loss", "profile", "costs")
+LOSS_FIGURES = tuple(name for name in NAMES if name not in _OTHERS)
 """The figures that draw losses by epoch or by seconds."""
+
+TIMED = ("standard", "deep", "wide")
+"""The tasks on which methods are timed."""
 
 COMPARISONS = tuple(name for name in LOSS_FIGURES if name not in ("s-vs-m", "inner-solvers"))
 """The figures that compare methods, to which others can be added."""
@@ -145,6 +150,7 @@ class Scale:
         special: Settings of a method on one task, or for a number of local iterations (`iterations`).
         solvers: Settings of LocoProp-M with each solver.
         origins: Where `special` and `solvers` come from, by task, `iterations` or `SOLVERS`.
+        targets: Train losses to which times are compared on the `TIMED` tasks, the highest first.
         images: The numbers of generated training and test images; None for the whole data set.
         threads: Threads of each process; None gives all cores to one run or divides them among runs.
         note: A remark for the subtitle.
@@ -156,6 +162,7 @@ class Scale:
     special: Mapping[str, Mapping[str, Settings]]
     solvers: Mapping[str, Settings]
     origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    targets: tuple[float, ...] = (53.0, 52.0, 51.0)
     images: tuple[int, int] | None = None
     threads: int | None = None
     note: str = ""

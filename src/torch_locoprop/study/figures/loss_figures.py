@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch_locoprop.study import methods
@@ -12,10 +12,30 @@ from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
 from torch_locoprop.study.figures.loss_lines import Drawn
 from torch_locoprop.study.figures.missing import Missing
 from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
-from torch_locoprop.study.figures.run_library import Found, Library, environment_key
+from torch_locoprop.study.figures.run_library import (
+    Found,
+    Library,
+    clock_key,
+    environment_key,
+)
 from torch_locoprop.study.figures.tuned import is_used, with_tuned
 from torch_locoprop.study.machine import environment
 from torch_locoprop.study.training.config import RunConfig
+
+
+@dataclass(frozen=True)
+class TimedTasks:
+    """The lines of some tasks with their seconds.
+
+    Args:
+        lines: The lines of each task.
+        machine: The machine of the timings.
+        missing: What is missing, one phrase per reason.
+    """
+
+    lines: Mapping[str, Sequence[Drawn]]
+    machine: str
+    missing: tuple[str, ...]
 
 
 @dataclass
@@ -69,6 +89,35 @@ class Maker:
                 lines = ((each, self._found(each)) for each in figure.panels[0].series)
                 found[task] = [Drawn(each, runs) for each, runs in lines if runs]
         return found
+
+    def timed(self, tasks: Sequence[str]) -> TimedTasks:
+        """Return the lines of these tasks with their seconds; train and time missing runs first."""
+        figures = [self._asked(self._with_other_timed(task)) for task in tasks]
+        self._run([config for figure in figures for config in figure.configs])
+        self._time([config for figure in figures for config in figure.timed])
+        missing, machine = Missing(), ""
+        lines: dict[str, list[Drawn]] = {}
+        for task, figure in zip(tasks, figures, strict=True):
+            (panel,) = [panel for panel in figure.panels if panel.by == "seconds"]
+            clock = self._clock(panel)
+            machine = clock.machine or machine
+            lines[task] = self._lines(panel, clock, missing)
+        return TimedTasks(lines, machine, missing.phrases(set(tasks)))
+
+    def _with_other_timed(self, task: str) -> LossFigure:
+        """Return the figure of a task with all other methods that have runs and timings."""
+        scale, seeds = self.request.scale, self.request.seeds
+        figure = catalog.loss_figure(task, scale, self.request.added)
+        drawn = {each.painted_as for each in figure.panels[0].series}
+        others = [scale.series(task, name) for name in methods.names() if name not in drawn]
+        known = tuple(
+            each
+            for each in others
+            if any(self.library.find(self._at(each.config, seed)) for seed in seeds)
+            and self.library.timings(self._timing(each.config))
+        )
+        panels = (replace(panel, series=(*panel.series, *known)) for panel in figure.panels)
+        return replace(figure, panels=tuple(panels))
 
     def _asked(self, figure: LossFigure) -> LossFigure:
         """Return the figure with the settings, epochs and methods of the request."""
@@ -190,7 +239,9 @@ class Maker:
             panels = tuple(captions.with_data(panel, drawn) for panel, drawn in named)
             figure = replace(figure, panels=panels)
         command = self.request.command_for(name)
-        footer = captions.footer_of(figure, runs, machine, absent, command)
+        drawn_lines = [line for drawn in lines for line in drawn]
+        timed = captions.how_timed(drawn_lines, machine) if machine else ""
+        footer = captions.footer_of(figure, runs, timed, absent, command)
         shown = footer if self.request.provenance else ()
         picture = loss_plot.draw(figure, lines, title, captions.subtitle_of(figure), shown)
         files = style.save(picture, self.request.out, name)
@@ -245,9 +296,7 @@ class Maker:
         """Return the key of this machine for timings."""
         place = self.request.place
         device, precision = place.device or place.default_device, place.precision or "fp32"
-        return json.dumps(
-            {**environment(device), "device": device, "precision": precision}, sort_keys=True
-        )
+        return clock_key(environment(device), device, precision)
 
 
 def _key(config: RunConfig) -> str:

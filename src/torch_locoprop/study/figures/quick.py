@@ -83,6 +83,7 @@ QUICK = Scale(
         **{task: dict.fromkeys(_SETTINGS, _ORIGIN) for task in _TASKS},
         SOLVERS: dict.fromkeys(_SOLVERS, _ORIGIN),
     },
+    targets=(100.0, 90.0, 80.0),
     images=IMAGES,
     threads=1,  # more threads gain little on such small matrices and lose much on a busy machine
     note=f"quick version, on {IMAGES[0]:,} generated curves",

@@ -175,6 +175,14 @@ def where_made(runs: Sequence[Found]) -> str:
 
 def environment_key(found: Found) -> str:
     """Return a key that is equal for runs whose seconds can be compared."""
-    environment: Mapping[str, Any] = found.environment
-    where = {"device": found.config.device, "precision": found.config.precision}
-    return json.dumps({**environment, **where}, sort_keys=True)
+    return clock_key(found.environment, found.config.device, found.config.precision)
+
+
+def clock_key(environment: Mapping[str, Any], device: str, precision: str) -> str:
+    """Return the key of an environment, a device and a precision for seconds.
+
+    On a GPU the number of the host's threads and the version of Python do not count.
+    """
+    names = ("machine", "torch", "torch_locoprop") if device == "cuda" else tuple(environment)
+    shown = {name: environment.get(name) for name in names}
+    return json.dumps({**shown, "device": device, "precision": precision}, sort_keys=True)

@@ -11,11 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures.run_library import Found, Library, environment_key
+from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.training_step import is_capturable
 
 LEAST = 2
 """Epochs to time, after a first one that records CUDA graphs and selects kernels."""
+
+SMALL = "3-2"
+"""A model that is built at once."""
 
 
 def timing_config(config: RunConfig, images: int) -> RunConfig:
@@ -27,6 +33,18 @@ def timing_config(config: RunConfig, images: int) -> RunConfig:
     every = int(config.settings.get("every", 1))
     period = every // math.gcd(every, steps)
     return replace(config, epochs=1 + max(LEAST, period))
+
+
+def replays_cuda_graphs(config: RunConfig) -> bool:
+    """Return True if a run of the configuration replays its steps as CUDA graphs.
+
+    That is decided by the optimizer, which is built for a small model. A method whose package is
+    missing here runs eagerly.
+    """
+    method = methods.get(config.method)
+    if config.device != "cuda" or method.missing_package:
+        return False
+    return is_capturable(replace(config, model=SMALL).build_optimizer(architectures.build(SMALL)))
 
 
 def seconds_per_epoch(timing: Found) -> float:
