@@ -1,6 +1,7 @@
 """docs/results.md has the tables of the committed runs; a row names a run and how far it came."""
 
 import importlib.util
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,20 @@ def test_the_page_has_the_tables_of_variations_and_of_times() -> None:
     page, runs = PAGE.read_text(), ROOT / "results" / "mnist-tanh-standard"
     assert results_table.table(runs, varied=True) in page
     assert results_table.reach_table(runs, [60.0, 55.0, 53.0, 52.0]) in page
+
+
+@has_runs
+def test_numbers_beside_the_papers_claims_are_in_the_tables_of_the_runs() -> None:
+    """Losses and seconds of the claims are in a table of the page, or in the caption of a figure."""
+    before, rest = PAGE.read_text().split("## The paper's claims\n")
+    claims = [row for row in rest.partition("\n## ")[0].splitlines() if row.startswith("| ")]
+    assert len(claims) > 15
+    captions = (ROOT / "results" / "figures").glob("*.md")
+    tables = "\n".join([before, *(path.read_text() for path in captions)])
+    known = set(re.findall(r"\d+\.\d+", tables))
+    used = {number for row in claims for number in re.findall(r"\d+\.\d{2,}|\d+\.\d(?= s\b)", row)}
+    assert len(used) > 40
+    assert used - known == set()
 
 
 @pytest.mark.parametrize(
