@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.fisher import at_least_float32, cholesky
-from torch_locoprop.paper.tensors import holds
+from torch_locoprop.paper.fisher import cholesky
+from torch_locoprop.paper.tensors import at_least_float32, holds
 from torch_locoprop.solvers.exact import eigh
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from torch_locoprop.paper.tensors import holds
+from torch_locoprop.paper.tensors import at_least_float32, holds
 from torch_locoprop.paper.transfers import Transfer
 
 # Output transfers that define a predictive distribution: Bernoulli, categorical, Gaussian.
@@ -130,8 +130,3 @@ def cholesky_solve(factor: Tensor, right: Tensor) -> Tensor:
     """Return ``(L Lᵀ)⁻¹ R`` for the lower factor L, ``[..., d, d]``, and R, ``[..., d, n]``."""
     solution = torch.cholesky_solve(at_least_float32(right), at_least_float32(factor))
     return solution.to(right.dtype)
-
-
-def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return half-precision tensors as float32, which torch's factorizations need at least."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor

@@ -21,16 +21,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.fisher import (
-    at_least_float32,
-    cholesky,
-    cholesky_solve,
-    relative_damping,
-)
+from torch_locoprop.paper.fisher import cholesky, cholesky_solve, relative_damping
 from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse
-from torch_locoprop.paper.tensors import Inverse, Number, Product, Tensors, join, split
+from torch_locoprop.paper.tensors import (
+    Inverse,
+    Number,
+    Product,
+    Tensors,
+    at_least_float32,
+    join,
+    split,
+)
 
 STRUCTURES = ("dense", "block", "diagonal")
 

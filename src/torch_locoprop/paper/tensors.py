@@ -50,6 +50,11 @@ def spread(number: Number, like: Tensor) -> Number:
     return number.reshape(number.shape + (1,) * (like.dim() - number.dim()))
 
 
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return half-precision tensors as float32, which torch's factorizations need at least."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
 def norm(tensors: Iterable[Tensor]) -> Tensor:
     """Return the norm of all entries of all tensors, in float32 or wider."""
     norms = [

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import (
-    at_least_float32,
     cholesky,
     cholesky_solve,
     damped,
@@ -34,7 +33,15 @@ from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure, full_produc
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.structured_gram import StructuredGram
-from torch_locoprop.paper.tensors import Number, Tensors, holds, join, split, spread
+from torch_locoprop.paper.tensors import (
+    Number,
+    Tensors,
+    at_least_float32,
+    holds,
+    join,
+    split,
+    spread,
+)
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 

@@ -19,7 +19,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.fisher import at_least_float32
 from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
@@ -30,7 +29,7 @@ from torch_locoprop.paper.preconditioning import (
     preconditioned,
     regularized_inverse,
 )
-from torch_locoprop.paper.tensors import Tensors, join, split, spread
+from torch_locoprop.paper.tensors import Tensors, at_least_float32, join, split, spread
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 SLOPES = ("mean", "bound")

@@ -21,7 +21,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.fisher import at_least_float32
 from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
@@ -34,7 +33,16 @@ from torch_locoprop.paper.spectral import (
 )
 from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.targets import BackPropTarget
-from torch_locoprop.paper.tensors import Inverse, Number, Product, Tensors, join, split, spread
+from torch_locoprop.paper.tensors import (
+    Inverse,
+    Number,
+    Product,
+    Tensors,
+    at_least_float32,
+    join,
+    split,
+    spread,
+)
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
