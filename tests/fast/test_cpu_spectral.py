@@ -63,14 +63,21 @@ def test_a_product_needs_no_symmetric_factor(transposed: bool) -> None:
     "left", [drawn(3, 4, 5), drawn(4, 5).double(), drawn(4, 5).bfloat16(), drawn(4, 5).to("meta")]
 )
 def test_other_matrices_take_the_plain_product(left: Tensor) -> None:
-    assert not cpu_spectral.fits(left, 100)
+    assert not cpu_spectral.fits(left)
     right = torch.ones(5, 2, dtype=left.dtype, device=left.device)
     assert dispatch.product(left, right).shape == (*left.shape[:-1], 2)
 
 
-def test_small_products_stay_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_spectral, "LARGE", 21)
-    assert not cpu_spectral.fits(drawn(4, 5), 1)
+@pytest.mark.parametrize(("large", "calls"), [(40, 1), (41, 0)])
+def test_small_products_stay_with_torch(
+    large: int, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[object] = []
+    monkeypatch.setattr(cpu_spectral, "LARGE", large)
+    monkeypatch.setattr(cpu_spectral, "fits", lambda left: seen.append(left) or False)
+    dispatch.product(drawn(4, 5), drawn(5, 2))  # 40 multiplications
+    dispatch.polar(drawn(4, 10))  # 4·10·4/2 = 80 of the smaller products
+    assert len(seen) == calls + 1
 
 
 @pytest.mark.parametrize("preset", ["general", "spectral"])

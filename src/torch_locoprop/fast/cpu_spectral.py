@@ -16,11 +16,11 @@ from torch_locoprop.paper.spectral import ITERATIONS, QUINTIC, unit_length
 LARGE = 2**20
 
 
-def fits(left: Tensor, columns: int) -> bool:
-    """Return True if oneDNN can multiply ``left [d, n]`` by ``[n, columns]``, and is faster."""
+def fits(left: Tensor) -> bool:
+    """Return True if oneDNN can multiply ``left [d, n]`` by a matrix of the same dtype."""
     if type(left) is not Tensor or not left.is_cpu or left.dim() != 2:
         return False
-    return left.numel() * columns >= LARGE and cpu_onednn.onednn_supports(left)
+    return cpu_onednn.onednn_supports(left)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

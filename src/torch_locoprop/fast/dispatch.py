@@ -141,7 +141,8 @@ def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gra
 
 def product(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left @ right`` as ``torch.matmul`` does."""
-    if cpu_spectral.fits(left, right.shape[-1]) and right.dtype == left.dtype:
+    large = left.numel() * right.shape[-1] >= cpu_spectral.LARGE
+    if large and cpu_spectral.fits(left) and right.dtype == left.dtype:
         return cpu_spectral.product(left, right)
     return left @ right
 
@@ -161,7 +162,8 @@ def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     if matrix.is_cuda:
         return cuda_spectral.polar(matrix, dtype)
     own = dtype is None or dtype == matrix.dtype
-    if own and cpu_spectral.fits(matrix, min(matrix.shape[-2:]) // 2):  # half of them are smaller
+    columns = min(matrix.shape[-2:]) // 2  # half of the products are smaller
+    if own and matrix.numel() * columns >= cpu_spectral.LARGE and cpu_spectral.fits(matrix):
         return cpu_spectral.polar(matrix)
     return spectral.polar(matrix, dtype)
 
