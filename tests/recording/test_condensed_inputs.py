@@ -20,6 +20,7 @@ from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.solvers import Exact
+from torch_locoprop.stepping.method import Plan
 
 X, Y = batch(40, 6), batch(40, 3, seed=2)
 CLOSED_FORMS = {
@@ -104,7 +105,7 @@ def by_rows(monkeypatch: pytest.MonkeyPatch) -> Train:
 
     def train(name: str = "linear", how: dict[str, Any] | None = None, **options: Any) -> Any:
         with monkeypatch.context() as patch:
-            patch.setattr("torch_locoprop.stepping.requirements.use_of_rows", lambda *_: None)
+            patch.setattr(Plan, "use_of_rows", lambda *_: None)
             model = made(name)
             opt = loco(model, **options)
             found = steps(opt, model, **(how or {}))
@@ -157,7 +158,7 @@ def test_the_local_loss_is_the_same_by_rows(monkeypatch: Any, solver: Any) -> No
     for patched in (False, True):
         with monkeypatch.context() as patch:
             if patched:
-                patch.setattr("torch_locoprop.stepping.requirements.use_of_rows", lambda *_: None)
+                patch.setattr(Plan, "use_of_rows", lambda *_: None)
             model = network()
             opt = loco(model, solver=solver, diagnose=True)
             steps(opt, model, count=1)

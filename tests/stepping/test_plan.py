@@ -28,7 +28,7 @@ def take_steps(model: nn.Module, opt: LocoProp, steps: int, *, anew: bool = Fals
 def after(change: Change, anew: bool, **settings: Any) -> list[Tensor]:
     """Return the weights after three steps, a change, and three further steps."""
     model = network()
-    settings = {"lr": 1e-2, "local_steps": 3, "output_transfer": "sigmoid", **settings}
+    settings = {"lr": 1e-2, "output_transfer": "sigmoid", **settings}
     opt = LocoProp(model, **settings)
     take_steps(model, opt, 3, anew=anew)
     change(model, opt)
@@ -59,10 +59,21 @@ def replace_the_group(model: nn.Sequential, opt: LocoProp) -> None:
     opt.param_groups[0] = {**opt.param_groups[0], "gamma": 3.0}
 
 
-@pytest.mark.parametrize("variant", ["locoprop-m", "locoprop-s"])
-def test_a_plan_stays_while_nothing_changes(variant: str) -> None:
+METHODS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "locoprop-m": {"variant": "locoprop-m"},
+    "locoprop-s": {"variant": "locoprop-s"},
+    "closed form": {"variant": "locoprop-m", "solver": "exact"},
+    "some rows": {"variant": "locoprop-m", "max_rows": 7},
+    "natural gradient": {"variant": "locoprop-m", "regularizer": "fisher"},
+}
+EACH_METHOD = pytest.mark.parametrize("settings", METHODS.values(), ids=list(METHODS))
+
+
+@EACH_METHOD
+def test_a_plan_stays_while_nothing_changes(settings: dict[str, Any]) -> None:
     model = network()
-    opt = LocoProp(model, variant=variant, output_transfer="sigmoid")
+    opt = LocoProp(model, output_transfer="sigmoid", **settings)
     take_steps(model, opt, 1)  # which detects the transfers
     plan = opt._plan
     for factor in (0.5, 2.0):  # as a schedule does
@@ -71,24 +82,37 @@ def test_a_plan_stays_while_nothing_changes(variant: str) -> None:
         assert opt._plan is plan
 
 
-@pytest.mark.parametrize(("solver", "decisions"), [("rmsprop", 0), ("exact", 3)])
+@EACH_METHOD
 def test_a_layers_variant_is_decided_once_a_plan(
-    solver: str, decisions: int, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan of RMSProp stays, so nothing is decided again; the closed form has a plan each step."""
     decided: list[object] = []
     decide = method._effective_variant
     monkeypatch.setattr(
         method, "_effective_variant", lambda *given: decided.append(given) or decide(*given)
     )
     model = network()
-    opt = LocoProp(model, variant="locoprop-m", solver=solver, output_transfer="sigmoid")
+    opt = LocoProp(model, output_transfer="sigmoid", **settings)
+    assert len(decided) == 3  # the layers of the model
     take_steps(model, opt, 2)
-    for _ in range(2):
-        decided.clear()
-        take_steps(model, opt, 1)
-        opt.summary()
-        assert len(decided) == decisions  # the model has three layers
+    decided.clear()
+    take_steps(model, opt, 12)  # of which some renew C, for the default
+    opt.summary()
+    assert not decided
+    opt.param_groups[0]["momentum"] = 0.5  # no setting of the plan
+    take_steps(model, opt, 1)
+    assert not decided
+    opt.param_groups[0]["max_rows"] = 5
+    take_steps(model, opt, 1)
+    assert len(decided) == 3
+
+
+@EACH_METHOD
+@pytest.mark.parametrize("every", [1, 3])
+def test_a_plan_that_stays_acts_as_new_ones(settings: dict[str, Any], every: int) -> None:
+    settings = {**settings, "every": every}
+    found = after(nothing, False, **settings), after(nothing, True, **settings)
+    assert_close(*found, 0.0)
 
 
 @pytest.mark.parametrize("name", PLAN_SETTINGS)

@@ -98,6 +98,18 @@ class Call(NamedTuple):
         shape = torch.Size((0, *self.shape[1:]))
         return self.subsampled(kind, none)._replace(kept=None, shape=shape, g_norm=None)
 
+    def without_inputs(self, like: Tensor, rows: int) -> Call:
+        """Return the call with the number of its rows only, for a step that needs its gradient alone.
+
+        Args:
+            like: the weight.
+            rows: how many rows the call has.
+        """
+        gram = Gram.unknown(like, rows)
+        return self._replace(
+            x=gram.total, gram=gram, version=None, g=None, v=None, a=None, kept=None
+        )
+
     def with_own_input(self) -> Call:
         """Return the call with a copy of its input, which no other code can write to."""
         return self if self.version is None else self._replace(x=self.x.clone(), version=None)

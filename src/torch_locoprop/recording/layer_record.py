@@ -59,7 +59,6 @@ class LayerRecord(LocalLayer):
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
     division: str = ""  # how processes under DDP divided the work of the last step, for reports
     empty_call: Call | None = None  # a call without rows, for steps after the last batch
-    _row_use: tuple[object, RowUse | None] | None = None  # the last answer, and what was asked
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
     # Passes that found no gradient to add to: True, or False if other processes may have found one.
     _replacing: dict[int, bool] = field(default_factory=dict)
@@ -174,6 +173,9 @@ class LayerRecord(LocalLayer):
         use = self.row_use([name for name, p in tensors.items() if any(p is q for q in own)])
         if use is None and self.max_rows is None:
             return call
+        no_rows = use is not None and not use.is_any
+        if no_rows and call.sampled is None and call.x.numel() > 0:
+            return call.without_inputs(self.like, self.rows_of(call))
         if not streams.overlapping:
             return row_reduction.condensed(self, call, use)
         with streams.on_gradient_stream(call.x):
@@ -219,18 +221,10 @@ class LayerRecord(LocalLayer):
     def row_use(self, moved: Iterable[str]) -> RowUse | None:
         """Return what the next step needs of the rows; None: possibly all of them.
 
-        The answer is kept until requirements are set anew, or the layer has another role.
-
         Args:
             moved: names of the tensors that the step moves.
         """
-        if self.use_of_rows is None:
-            return None
-        names = tuple(moved)
-        asked = self.use_of_rows, names, self.role
-        if self._row_use is None or self._row_use[0] != asked:
-            self._row_use = asked, self.use_of_rows(self, names)
-        return self._row_use[1]
+        return None if self.use_of_rows is None else self.use_of_rows(self, tuple(moved))
 
     def rows_of(self, call: Call) -> int:
         """Return the number of rows of a call, before any were dropped."""

@@ -68,9 +68,7 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
         return call
     like = layer.like
     if no_rows:
-        gram = Gram.unknown(like, layer.rows_of(call))
-        call = call._replace(x=gram.total, gram=gram, version=None)
-        return call._replace(g=None, v=None, a=None, kept=None)
+        return call.without_inputs(like, layer.rows_of(call))
     if call.is_overwritten or (layer.shards is not None and layer.shards.divides_features):
         return call
     matrix = layer.kind.matrix("weight", like)

@@ -47,7 +47,6 @@ from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Plan, problems_before
 from torch_locoprop.stepping.requirements import (
     check_recorded_needs,
-    needs_output,
     require,
     require_rows,
 )
@@ -100,6 +99,10 @@ class LayerOptimizer(WithStateDict, Joins):
         """Plan the next step, and tell layers and hooks what it will need."""
         self._plan = Plan(self._local_groups(), self._components)
         self._terms.wanted = self._averages
+        self._require_of_plan()
+
+    def _require_of_plan(self) -> None:
+        """Tell layers and hooks what the next step of the present plan will need."""
         require(
             self._plan,
             self._layers,
@@ -113,11 +116,13 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def _require_next(self) -> None:
         """Plan the step after this one, unless the plan stays and the passes record for it already."""
-        plan, searching = self._plan, self._hooks.search.is_on or self._fisher_missing
-        searching |= self._local_groups()[0]["steps"] == 1  # the first step was measured
-        stays = plan.is_required(self._layers) and plan.is_current(self._local_groups())
-        if searching or not stays:
+        if not self._plan.is_current(self._local_groups()):
             self._require()
+            return
+        anew = self._hooks.search.is_on or self._fisher_missing
+        anew |= self._local_groups()[0]["steps"] == 1  # the first step was measured
+        if anew or not self._plan.is_required(self._layers):
+            self._require_of_plan()
 
     def _plan_again(self, trained: Trained) -> None:
         """Plan this step again, as settings have changed since the passes recorded for it.
@@ -178,7 +183,7 @@ class LayerOptimizer(WithStateDict, Joins):
             self._notices.once("loss", told)
         for layer in decide_all(self._layers, self._hooks, self._loss):
             layer.condense()  # as from now on, and as after a resumption
-            if not needs_output(self._plan, layer):
+            if not self._plan.of(layer).needs_output:
                 layer.drop_outputs()
 
     def _warn_of_first_step(self) -> None:

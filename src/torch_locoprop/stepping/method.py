@@ -1,22 +1,26 @@
 """How a layer's local problem is formed and solved: decided once for each plan.
 
-A plan is kept from step to step until a setting, or a layer's role in the model, changes. What the
-passes record for it is set in ``requirements.py``.
+A plan is kept from step to step until a setting changes. What the forward and backward pass record for
+a plan is set in ``requirements.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import is_
 from typing import Any
 
+from torch import Tensor
+
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import PLAN_SETTINGS
+from torch_locoprop.paper.gram import FULL, RowUse, Structure
 from torch_locoprop.paper.regularizers import REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import BackPropTarget
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.recording.layer_record import LayerRecord
@@ -62,14 +66,24 @@ class LayerPlan:
     note: str  # where the variant is not quite what was asked for
     regularizer: Regularizer  # that the group names
     method: Method  # how the layer's problem is solved if it has rows
+    needs_output: bool  # the step uses the pre-activations of the forward pass
+    needs_rows: (
+        bool  # neither the gradient nor XᵀX is enough for the first gradient and the solution
+    )
+    rows_are_steady: (
+        bool  # neither the step's number nor the state changes what the solver needs of rows
+    )
+    gram_serves: (
+        bool  # XᵀX can take the place of the rows in iterations: the local loss is quadratic
+    )
 
 
 class Plan:
     """The methods of all layers, for settings as they are now.
 
-    A layer's method is decided at its first use and again only if the layer's role in the model
-    turns out to be another one: its transfer is detected, it is the output, or something rules out
-    a local problem.
+    A layer's method is decided at its first use, and again only if the layer's role in the model turns
+    out to be another one (its transfer is detected, it is the output, or something rules out a local
+    problem), or between the steps with local problems if ``every`` is larger than 1.
 
     Args:
         groups: the groups of local problems.
@@ -77,8 +91,8 @@ class Plan:
 
     Attributes:
         group_of: the group of each parameter.
-        is_steady: True if a step needs of the layers what the step before needed, as long as settings
-            and roles stay. Then the number of the step does not matter, nor the solver's state.
+        is_steady: True if layers and hooks record the same in every step as long as settings and roles
+            stay, but for what :meth:`use_of_rows` returns.
     """
 
     def __init__(self, groups: Iterable[Group], components: Components) -> None:
@@ -86,6 +100,7 @@ class Plan:
         self.group_of = {p: group for group in self._groups for p in group["params"]}
         self._parameters, self._settings = self._parameters_now(), self._settings_now()
         self._layers: dict[LayerRecord, tuple[object, LayerPlan]] = {}
+        self._row_uses: dict[LayerRecord, tuple[object, RowUse | None]] = {}
         self._required_for: list[object] | None = None  # roles that the passes record for
         self.is_steady = all(_is_steady(group, components) for group in self._groups)
 
@@ -113,11 +128,14 @@ class Plan:
 
     def of(self, layer: LayerRecord) -> LayerPlan:
         """Return the plan of one layer, for its present role in the model."""
-        role = layer.role
+        group = self.group(layer)
+        between = group["steps"] % group["every"] != 0
+        case = layer.role, between
         known = self._layers.get(layer)
-        if known is None or known[0] != role:
-            known = role, _layer_plan(layer, self.group(layer), self._components)
+        if known is None or known[0] != case:
+            known = case, _layer_plan(layer, group, self._components, between)
             self._layers[layer] = known
+            self._row_uses.pop(layer, None)
         return known[1]
 
     def method(self, layer: LayerRecord) -> Method:
@@ -129,6 +147,60 @@ class Plan:
         method = self.of(layer).method
         rows = layer.has_rows if layer.shared_facts is None else layer.shared_facts.all_have_rows
         return method if rows else method.as_backprop()
+
+    def use_of_rows(
+        self,
+        states: Mapping[Tensor, Tensors],
+        diagnosed: bool,
+        layer: LayerRecord,
+        moved: Collection[str],
+    ) -> RowUse | None:
+        """Return what the next step needs of a layer's rows; None: possibly all of them.
+
+        The answer is kept as long as it can depend on nothing that has changed.
+
+        Args:
+            states: solver states by parameter.
+            diagnosed: whether the step will be measured.
+            layer: the layer.
+            moved: names of the tensors that the step moves.
+        """
+        own, step = self.of(layer), self.group(layer)["steps"]
+        case = tuple(moved), None if own.rows_are_steady else step
+        known = self._row_uses.get(layer)
+        if known is None or known[0] != case:
+            known = case, self._use_of_rows_now(own, states, diagnosed, layer, moved)
+            self._row_uses[layer] = known
+        return known[1]
+
+    def _use_of_rows_now(
+        self,
+        own: LayerPlan,
+        states: Mapping[Tensor, Tensors],
+        diagnosed: bool,
+        layer: LayerRecord,
+        moved: Collection[str],
+    ) -> RowUse | None:
+        group = self.group(layer)
+        if own.needs_rows or not layer.is_intact:  # if it is not, step() will raise
+            return None
+        weight = layer.kind.matrix("weight", layer.like)
+        columns = ("weight" in moved) * weight.shape[-1] + ("bias" in moved)
+        owner = layer.tensors["weight" if "weight" in moved else "bias"]
+        kept = group["state_of"] in (None, group["solver"])  # step() drops another solver's state
+        state = states.get(owner, {}) if kept else {}
+        asked = Structure(group["gram"], group["block_size"], ones="bias" in moved)
+        structure = asked if asked.reduces(columns) else FULL
+        given = {} if structure == FULL else {"structure": structure}
+        solver, number = own.method.solver, problems_before(group)
+        use = solver.use_of_rows(own.method.local_steps, number, state, columns, **given)
+        if use is None:
+            return None
+        use = use._replace(structure=structure)
+        # Measuring takes what is there: it must not change which way the iterations go.
+        if group["gate"] or (diagnosed and not use.is_any):
+            use = use._replace(gradients=use.gradients + 1)
+        return use if own.gram_serves or not use.is_any else None
 
     def has_curvature(self) -> bool:
         """Return True if a step is more than one iteration along the parameters' gradients."""
@@ -151,22 +223,61 @@ def is_ours(component: object) -> bool:
     return type(component).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
-def is_quadratic(layer: LayerRecord, variant: Variant) -> bool:
-    """Return True if the layer's local loss is quadratic in its pre-activations."""
-    return variant.loss.is_quadratic(layer.transfer or Linear())
+def _layer_plan(
+    layer: LayerRecord, group: Group, components: Components, between: bool
+) -> LayerPlan:
+    """Return the plan of a layer in its present role.
 
-
-def _layer_plan(layer: LayerRecord, group: Group, components: Components) -> LayerPlan:
+    Args:
+        layer: the layer.
+        group: its group.
+        components: what the names in the group stand for.
+        between: the step is between two steps with local problems.
+    """
     asked, regularizer = components.variant(group), components.regularizer(group)
     variant, note = _effective_variant(asked, regularizer, layer)
     if variant.output_by_gradient_descent and layer.is_output:
         method = Method(variant, SOLVERS["sgd"], REGULARIZERS["none"], local_steps=1)
-        return LayerPlan(asked, variant, note, regularizer, method)
-    method = Method(variant, components.solver(group), regularizer, group["local_steps"])
-    between = group["steps"] % group["every"] != 0
-    if between or layer.obstacle:
-        method = method.as_backprop()
-    return LayerPlan(asked, variant, note, regularizer, method)
+    else:
+        method = Method(variant, components.solver(group), regularizer, group["local_steps"])
+        method = method.as_backprop() if between or layer.obstacle else method
+    loss = method.variant.loss
+    known = (
+        layer.decided or layer.explicit
+    )  # as long as it is not, only single iterations need no rows
+    settled = known or not asked.loss.uses_transfer
+    quadratic = loss.is_quadratic(layer.transfer or Linear())
+    # A closed form needs the pre-activations for the curvature of a loss with a transfer.
+    bent = method.solver.closed_form and (loss.uses_transfer or not settled)
+    starts = asked.target.knows_first_gradient and method.variant.target.knows_first_gradient
+    return LayerPlan(
+        asked=asked,
+        variant=variant,
+        note=note,
+        regularizer=regularizer,
+        method=method,
+        needs_output=_needs_output(layer, asked, method, known and quadratic),
+        needs_rows=bent or not starts or bool(method.regularizer.needs),
+        rows_are_steady=type(method.solver).use_of_rows is FirstOrder.use_of_rows,
+        gram_serves=settled and quadratic,
+    )
+
+
+def _needs_output(layer: LayerRecord, asked: Variant, method: Method, straight: bool) -> bool:
+    """Return True if the step uses the layer's pre-activations: its loss has a non-linear transfer.
+
+    As long as the transfer is not known the answer is True; otherwise the first step after a resumption
+    would differ from the step of the run that it continues.
+
+    Args:
+        layer: the layer.
+        asked: the variant that its group names.
+        method: how its problem is solved.
+        straight: its transfer is known, and its local loss is quadratic.
+    """
+    if not asked.loss.uses_transfer or layer.shards is not None:
+        return False
+    return method.variant.loss.uses_transfer and not straight and method.local_steps > 1
 
 
 def _effective_variant(
@@ -188,12 +299,9 @@ def _effective_variant(
 
 
 def _is_steady(group: Group, components: Components) -> bool:
-    """Return True if what a step needs of a group's layers does not depend on the step's number."""
-    solver = components.solver(group)
-    first_order = isinstance(solver, FirstOrder)
-    iterates = first_order and type(solver).use_of_rows is FirstOrder.use_of_rows
+    """Return True if what a group's layers record, XᵀX apart, does not depend on the step's number."""
     every_row = group["every"] == 1 and group["max_rows"] is None
-    return iterates and every_row and not _needs_fisher(group, components)
+    return every_row and not _needs_fisher(group, components)
 
 
 def _needs_fisher(group: Group, components: Components) -> bool:
