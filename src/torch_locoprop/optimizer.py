@@ -34,14 +34,14 @@ from torch_locoprop.reporting.summary import summary_of
 from torch_locoprop.stepping.agreement import agree
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_recorded
 from torch_locoprop.stepping.graph_work import Trained
-from torch_locoprop.stepping.layer_optimizer import LayerOptimizer
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, capped_step, make_outer
+from torch_locoprop.stepping.param_groups import WithParamGroups
 
 
 @with_settings
-class LocoProp(LayerOptimizer):
+class LocoProp(WithParamGroups):
     """Trains each layer by its own local problem, and all other parameters by ``fallback``.
 
     The loop is the ordinary one: ``loss.backward(); opt.step(); opt.zero_grad()``. Without settings,
@@ -64,26 +64,26 @@ class LocoProp(LayerOptimizer):
         transfers: the transfer behind a layer, by module name, where it should not be detected.
         output_transfer: the transfer inside the loss: ``sigmoid``, ``softmax`` or ``linear``. It goes
             to every layer whose own output the model returns; a transfer in the model is detected
-            automatically. Name those of a model with several heads in ``transfers``.
-        loss_fn: the loss, whose transfer and reduction are read. Your own is called once, with zeros.
+            automatically. For a model with several heads, name their transfers in ``transfers``.
+        loss_fn: the loss, whose transfer and reduction are read. A loss of your own is called once,
+            with zeros.
         layers: which layers have local problems, as patterns such as ``encoder.*``; the others go to
-            the fallback. None is all that can.
+            the fallback. None: all layers that can have one.
         guards: :class:`~torch_locoprop.Guards` on the solutions: ``cap``, ``cap_by`` and ``gate``.
         diagnose: measure what each step does in each layer, for :meth:`diagnostics`. Costs time, and
             the memory of ∂L/∂a of every layer until the step. With several processes, set it in all
             or none.
         cuda_graph: on a GPU, replay steps that repeat the work of earlier ones as a CUDA graph: equal
-            to rounding and much faster, for copies of the layers' inputs and memory of its own.
+            to rounding and much faster, at the cost of memory, some of it for copies of inputs.
         apply: ``replace`` writes the local solution into the weights; ``gradient`` hands the
             displacement as a gradient to the optimizer ``outer``; ``nothing``, for control runs,
             solves everything and applies nothing: weights stay, or ``outer`` steps with the plain
             gradient.
         outer: the optimizer for ``apply="gradient"``, a list of several, or a function that makes
             them of the parameters of layers with a local problem. An optimizer of all parameters
-            trains the others too, and needs no ``fallback``. During a step its learning rates are
-            multiplied by lr over the lr given here, so schedules of this optimizer act on it; the
-            local problem keeps the lr given here. Groups whose schedules differ need groups of their
-            own in it.
+            trains the others too, and needs no ``fallback``. Schedules of this optimizer's
+            lr scale the learning rates of ``outer``; the local problem keeps the lr given here. If
+            schedules of two groups differ, ``outer`` needs two groups as well.
         fallback: makes the optimizer of parameters without a local problem. Without it they get
             AdamW and a warning; its rate is a third of lr with the spectral step, else 1e-3. Its groups
             follow the local ones in ``param_groups``.
@@ -193,7 +193,7 @@ class LocoProp(LayerOptimizer):
         return loss
 
     def _set_targets(self, trained: Trained) -> LocalSteps:
-        """Settle each layer's target and local loss from what the passes have recorded."""
+        """Set each layer's target and local loss, from what the passes have recorded."""
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)

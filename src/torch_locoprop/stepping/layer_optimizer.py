@@ -1,6 +1,7 @@
-"""The base class of ``LocoProp``: layers and their hooks, plans, parameter groups, copying.
+"""The base class of ``LocoProp``: its layers and hooks, its plan, what a step starts from, copies.
 
-The order of a step is in ``optimizer.py``; what loading a state dict checks is in ``state_dicts.py``.
+The order of a step is in ``optimizer.py``, added parameter groups are in ``param_groups.py``, and what
+loading a state dict checks is in ``state_dicts.py``.
 """
 
 from __future__ import annotations
@@ -11,15 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_locoprop.config.groups import (
-    BOOKKEEPING,
-    EMPTY,
-    Group,
-    check_agreement,
-    checked_group,
-    restricted,
-    warn_of_ignored,
-)
+from torch_locoprop.config.groups import BOOKKEEPING, EMPTY, Group, check_agreement
 from torch_locoprop.config.presets import Given
 from torch_locoprop.distributed import ddp
 from torch_locoprop.distributed.fully_shard import local
@@ -53,7 +46,7 @@ from torch_locoprop.stepping.requirements import (
 from torch_locoprop.stepping.state_dicts import WithStateDict
 from torch_locoprop.stepping.uneven_inputs import Joins
 
-_LOOK_EVERY = 100  # steps between looks at a GPU's skip counters: each is a host sync
+_LOOK_EVERY = 100  # steps between two reads of a GPU's skip counters, each of which is a host sync
 
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
 _KEPT = (
@@ -64,7 +57,7 @@ _KEPT = (
 
 
 class LayerOptimizer(WithStateDict, Joins):
-    """Base class of :class:`~torch_locoprop.LocoProp`, with all of it that is not the step itself."""
+    """Base class of :class:`~torch_locoprop.LocoProp`: what it needs before and after its steps."""
 
     _model: nn.Module
     _given: Given  # the settings and the preset of the constructor
@@ -182,7 +175,7 @@ class LayerOptimizer(WithStateDict, Joins):
         if told:
             self._notices.once("loss", told)
         for layer in decide_all(self._layers, self._hooks, self._loss):
-            layer.condense()  # as from now on, and as after a resumption
+            layer.condense()  # as in all later steps, and in a resumed run
             if not self._plan.of(layer).needs_output:
                 layer.drop_outputs()
 
@@ -225,7 +218,7 @@ class LayerOptimizer(WithStateDict, Joins):
         return {layer.name: layer.counted() for layer in self._layers}
 
     def _drifts(self) -> bool:
-        """Return True if several processes solve problems of their own, which no DDP averages."""
+        """Return True if several processes solve their own problems and nothing averages gradients."""
         shards = [layer.shards for layer in self._layers]
         if self._hooks.averaging.processes is not None or all(s and s.data for s in shards):
             return False
@@ -258,9 +251,9 @@ class LayerOptimizer(WithStateDict, Joins):
     def _has_no_problems(self, trained: Trained, skipped: bool) -> bool:
         """Return True if this step has no local problems, and that is not an error.
 
-        It is not if all layers with a local problem are frozen and other parameters are trained, if the
-        closure returned None to skip a batch, or if all gradients and learning rates are zero, as in
-        tools that take a step to initialize an optimizer's state.
+        A step without local problems is not an error in three cases: all layers with a local problem
+        are frozen and other parameters are trained; the closure returned None to skip a batch; or all
+        gradients and learning rates are zero, as in tools that take a step to initialize the state.
 
         Args:
             trained: the layers with a gradient.
@@ -284,7 +277,7 @@ class LayerOptimizer(WithStateDict, Joins):
         """Step the outer optimizer's other parameters, or make states without content.
 
         Args:
-            trained: the layers with a gradient; it is zero, and so is the learning rate.
+            trained: the layers with a gradient. Gradients and learning rate are zero.
         """
         own = [p for tensors in trained.values() for p in tensors.values()]
         if own and not any(self.state.get(p) for p in own):
@@ -336,8 +329,6 @@ class LayerOptimizer(WithStateDict, Joins):
         """Return the groups whose schedules move the rates of the outer optimizer."""
         return [group for group in self.param_groups if group.get("local_lr") is not None]
 
-    # ---- parameter groups ----------------------------------------------------------------------
-
     def _local_groups(self) -> list[Group]:
         """Return the groups of local problems."""
         return [group for group in self.param_groups if not group["fallback"]]
@@ -345,54 +336,11 @@ class LayerOptimizer(WithStateDict, Joins):
     def _group_of(self) -> dict[nn.Parameter, Group]:
         return {p: group for group in self._local_groups() for p in group["params"]}
 
-    def _checked(self, group: Mapping[str, Any]) -> Group:
-        return checked_group(group, self._model, self._components, self._loss.known_transfer)
-
     def _check_agreement(
         self, layers: list[LayerRecord], group_of: Mapping[nn.Parameter, Group]
     ) -> None:
         for layer in layers:
             check_agreement(layer.name, [group_of[p] for p in layer.given], self._components)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; parameters of it that have no local problem go to the fallback."""
-        if not self._attached:  # called by the constructor, which has checked and divided them
-            super().add_param_group(param_group)
-            return
-        if self._outer is not None:
-            raise ValueError(
-                "The outer optimizer trains the parameters it was made for. To add some, make a new "
-                "LocoProp."
-            )
-        if any(layer.calls for layer in self._layers):
-            raise RuntimeError(
-                "A group was added between backward() and step(): what the layers recorded would be "
-                "lost. Call step() or zero_grad() first."
-            )
-        group = self._checked(BOOKKEEPING | self._given.group(param_group))
-        known = {p for own in self.param_groups for p in own["params"]}
-        if known & set(group["params"]):
-            raise ValueError("some parameters appear in more than one parameter group")
-        served, _ = scan(self._model, known | set(group["params"]), patterns=self._patterns)
-        local = {p for layer in served for p in layer.tensors.values()}
-        self._check_agreement(served, self._group_of() | dict.fromkeys(group["params"], group))
-        warn_of_ignored([param_group], [group], local)
-        for part in restricted([group], local):
-            super().add_param_group(part)
-        self._attach()
-        rest = [p for p in group["params"] if p not in local]
-        self._add_to_fallback(rest, self._fallback_factory)
-
-    def _add_to_outer(self, checked: list[Group], rest: list[nn.Parameter]) -> None:
-        """Put the parameters without a local problem into groups that ``outer=`` trains."""
-        if self._fallback_factory is not None or any(group["maximize"] for group in checked):
-            raise ValueError(
-                "outer= trains all parameters, those without a local problem too. Leave fallback= and "
-                "maximize= out, or give outer= the parameters of the layers alone."
-            )
-        for group in restricted(checked, set(rest)):  # with the schedule of outer=
-            rate = {"lr": group["lr"], "local_lr": float(group["lr"])}
-            self.param_groups.append({"params": group["params"], **rate, "fallback": True})
 
     # ---- copied optimizers -----------------------------------------------------------------------
 
