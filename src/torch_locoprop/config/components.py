@@ -95,7 +95,8 @@ class Components:
     def _check_spectral(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` for settings that the spectral step cannot follow.
 
-        These depend on the scale of the loss, or ask for plain gradient steps between its own.
+        Refused settings depend on the scale of the loss, or need plain gradient steps between
+        spectral steps.
         """
         if group["gate"] or (group["cap"] is not None and group["cap_by"] == "backprop"):
             raise ValueError(

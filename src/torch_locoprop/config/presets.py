@@ -86,9 +86,9 @@ _ALWAYS_NAME_IT = ("variant", "solver", "gamma", "local_steps")
 def resolved(given: Mapping[str, Any], preset: str | None = None) -> dict[str, Any]:
     """Return all settings: those given, then those of the solver, of the preset and of the table.
 
-    Without ``preset``, ``variant``, ``solver``, ``gamma`` and ``local_steps`` start from the paper's
-    values, and so do values other than the default of settings that only local iterations have. All
-    others start from the general preset.
+    Without ``preset``, a call starts from the paper's values if it gives ``variant``, ``solver``,
+    ``gamma`` or ``local_steps``, or a value other than the default for a setting that only local
+    iterations have. All other calls start from the general preset.
 
     Args:
         given: the settings that the user has given, with ``guards`` replaced.

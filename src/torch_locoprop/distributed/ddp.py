@@ -135,7 +135,7 @@ def averaging_processes(*, joins: bool) -> Any:
 def are_averaged() -> bool:
     """Return True if the DDP module whose forward pass is running will average gradients.
 
-    Inside its context ``no_sync()`` it will not.
+    Inside the context ``no_sync()`` it will not.
     """
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return wrapper is None or bool(wrapper.require_backward_grad_sync)

@@ -1,8 +1,8 @@
 """The linear map of a layer whose weight is on several processes, on the input rows of this process.
 
 Each process has some rows of ``[W b]`` and some input rows. The pre-activations of its input rows need
-all of ``[W b]``, which is gathered, and the gradient needs the input rows of all processes, over which
-it is added up. That is worth it where input rows are more than weights (``communication.py``).
+all of ``[W b]``, which is gathered, and the gradient is added up over the input rows of all processes.
+This saves communication if there are more input rows than weights (``communication.py``).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layers whose tensors are divided among processes by their output features.
 
-``fully_shard`` (FSDP2) does so with all layers, and its processes have input rows of their own. Tensor
-parallelism does so with ``ColwiseParallel`` layers, and its processes have the same input rows.
+``fully_shard`` (FSDP2) divides all layers in this way, and each process has its own input rows. Tensor
+parallelism divides ``ColwiseParallel`` layers in this way, and all processes have the same input rows.
 
 Output feature j of a layer has a local problem of its own, which needs row j of ``[W b]``, row j of the
 gradient, and the input rows of all processes. :class:`Shards` says which rows this process has, and
@@ -37,7 +37,7 @@ NO_GRADIENT = -1  # in place of a number of passes: the layer does not move
 
 @dataclass(frozen=True, eq=False)
 class Shards:
-    """The rows of a layer's tensors that this process has, and the way to the others.
+    """The rows of a layer's tensors that this process has, and the exchange with other processes.
 
     The processes are a mesh. Along some of its dimensions rows of tensors are divided, along others
     they are replicated (HSDP). Along those of ``fully_shard`` the processes have input rows of their

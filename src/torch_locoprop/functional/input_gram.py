@@ -55,8 +55,8 @@ class InputGram:
     **What is kept.** One matrix for each layer, in float32 at least; no inputs. The recorder holds the
     layers; the model does not hold the recorder. Copies of the model are made without its hooks.
 
-    Processes are not known here: add the results up over processes (average them for means), as with
-    gradients.
+    With several processes, add the results up over the processes (average them for means), as with
+    gradients: the recorder does not know of other processes.
 
     Args:
         layers: a model, all of whose layers with local problems are recorded, or a dictionary from

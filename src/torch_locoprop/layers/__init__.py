@@ -1,4 +1,4 @@
-"""What one kind of ``nn.Module`` means for the mathematics; a layer kind is one file.
+"""What each kind of ``nn.Module`` means for the mathematics, one file for each layer kind.
 
 Every file of this package is imported here and registers its kind with :func:`~.base.serves`, so a new
 kind needs no other edit. The only formulas in this package are the products of a layer's linear map.

@@ -23,10 +23,10 @@ class LayerKind(Protocol):
     In a local problem the weight is a matrix ``[d, n]``, whatever its shape in the module. Groups of a
     convolution are a leading dimension of everything: weight ``[G, d/G, n]``, rows ``[G, rows, d/G]``.
 
-    A kind whose module does not have the d outputs as the first dimension of its weight also has an
-    attribute ``d``. A kind whose module has them there, in weight and bias, may have a method
-    ``with_outputs(d)`` that returns the kind of a layer with d of the outputs. A kind that reads more
-    of its module than its tensors has the names of these attributes in ``geometry``.
+    Three more members are optional. If the first dimension of the module's weight is not the d
+    outputs, the kind has an attribute ``d``. If it is, in weight and bias, the kind may have a method
+    ``with_outputs(d)``, which returns the kind of a layer with d of the outputs. If the kind reads
+    other attributes of the module than its tensors, their names are in ``geometry``.
     """
 
     @property

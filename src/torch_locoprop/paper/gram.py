@@ -41,12 +41,12 @@ class Structure:
     ones: bool = True  # the last column is that of the bias
 
     def reduces(self, columns: int) -> bool:
-        """Return True if the structure leaves out entries of C with so many columns."""
+        """Return True if the structure leaves out entries of a C with this number of columns."""
         within = {"full": columns, "block": self.block_size, "diagonal": 1}
         return columns > within[self.kind]
 
     def shape(self, columns: int) -> tuple[int, ...]:
-        """Return the shape of C with so many columns: ``(n, n)``, ``(b, n/b, n/b)`` or ``(n,)``."""
+        """Return the shape of C for n = ``columns``: ``(n, n)``, ``(b, n/b, n/b)`` or ``(n,)``."""
         if not self.reduces(columns):
             return columns, columns
         if self.kind == "diagonal":
@@ -170,7 +170,7 @@ class Gram:
         return replace(self, square=self.square.to(dtype), total=self.total.to(dtype))
 
     def times(self, count: float, rows: int | Tensor) -> Self:
-        """Return the products with each row counted so often, which makes so many rows."""
+        """Return the products with each row counted ``count`` times, as products of ``rows`` rows."""
         return replace(self, square=self.square * count, total=self.total * count, rows=rows)
 
     def joint(self, weight: bool, bias: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""The message for a name that is not known, with the closest known one."""
+"""The error message for an unknown name, with the closest known name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The value of a local problem's objective: what guards and diagnostics look at, and no solver needs.
+"""The value of a local problem's objective, for guards and diagnostics; no solver needs it.
 
 The problem and the gradient of its loss are in ``local_problem.py``.
 """
@@ -18,7 +18,7 @@ _AT_ONCE = 2**18  # number of entries that are converted to float64 at a time
 def objective(problem: LocalProblem, at: Tensors) -> Tensor:
     """Return the objective minus its value at the start.
 
-    It is the linear term ``⟨δ₀ᵀX, W̃ − W⟩``, plus what the loss adds to it by its curvature,
+    The difference is the linear term ``⟨δ₀ᵀX, W̃ − W⟩``, plus what the loss adds to it by its curvature,
     plus the regularizer. For small displacements the curvature term is a small difference of
     large numbers. The change of the pre-activations is therefore computed from the
     displacement, and the terms are computed in float64.
@@ -59,7 +59,7 @@ def _beyond_linear(problem: LocalProblem, a0: Tensor, target: Tensor, change: Te
 def objective_at_start(problem: LocalProblem) -> Tensor:
     """Return the objective at the start; NaN if it is not known.
 
-    It is not known if the target needs ∂L/∂a or ∂L/∂y of each row and they were not recorded, on
+    The value is not known if the target needs ∂L/∂a or ∂L/∂y of each row and they were not recorded, on
     this or another process. Some losses leave out a constant, and so does this value, except where
     the residual is ``a − a*``.
     """

@@ -1,7 +1,7 @@
 """Facts about the running backward pass, and callbacks at its end.
 
-PyTorch has no public functions for these. All uses of its private ones are here. Hooks call them for
-every layer, so they are PyTorch's own functions where those are enough.
+PyTorch has no public functions for these facts, so this module uses private ones; no other module does.
+Hooks call these functions for every layer, so some names are just PyTorch's own functions, for speed.
 """
 
 from __future__ import annotations

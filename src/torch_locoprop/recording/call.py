@@ -1,4 +1,4 @@
-"""One forward call of a layer: what is recorded of it, and what waits for its backward pass.
+"""One forward call of a layer, before and after a backward pass has reached it.
 
 Which calls belong to the next step is decided in ``layer_record.py``.
 """
@@ -116,7 +116,10 @@ class Call(NamedTuple):
 
     @property
     def identity(self) -> tuple[int, CompiledCall | None]:
-        """A key of the forward call: equal for all backward passes through it while one is held."""
+        """A key of the forward call, equal in all backward passes through it.
+
+        It is valid as long as a :class:`Call` of that forward call exists.
+        """
         return id(self.mark), self.compiled
 
     def with_gradients_of(self, other: Call) -> Call:

@@ -35,7 +35,7 @@ UseOfRows = Callable[["LayerRecord", Collection[str]], RowUse | None]
 
 @dataclass(eq=False)
 class LayerRecord(LocalLayer):
-    """The record of a layer that has a local problem. It is made as its base class is."""
+    """The record of a layer that has a local problem; the arguments are those of the base class."""
 
     # What the next step needs, set by stepping/requirements.py.
     # What to record besides the input: "g", "g_norm", "v" of Call, "fisher".
@@ -50,7 +50,7 @@ class LayerRecord(LocalLayer):
     calls: list[Call] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)  # ids of the backward passes of these calls
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
-    called: bool = False  # since the last step, with gradients or without
+    called: bool = False  # the layer was called since the last step, with or without gradients
     unrecorded: str = ""  # why a call since the last step could not be recorded
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
@@ -60,7 +60,7 @@ class LayerRecord(LocalLayer):
     division: str = ""  # how processes under DDP divided the work of the last step, for reports
     empty_call: Call | None = None  # a call without rows, for steps after the last batch
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
-    # Passes that found no gradient to add to: True, or False if other processes may have found one.
+    # Ids of passes that found no gradient: True, or False if other processes may have found one.
     _replacing: dict[int, bool] = field(default_factory=dict)
     _left: Versions = field(default_factory=list)  # gradients as the last commit found them
     _committed: bool = False  # the running pass has added to a gradient
@@ -133,7 +133,7 @@ class LayerRecord(LocalLayer):
         self.ready = streams.ready_event() if streams.overlapping else None
 
     def _drop_earlier(self, certain: bool) -> None:
-        """Drop what was recorded before a pass; if other processes may not, set it aside."""
+        """Drop what was recorded before a pass; set it aside if other processes may have to keep it."""
         self._replacing.clear()
         if not certain:
             self.sharded.set_aside(self.calls)
@@ -254,7 +254,7 @@ class LayerRecord(LocalLayer):
         """Return True if the next backward pass replaces what was recorded, or nothing was.
 
         A pass replaces the record if the gradients are None, or were set to zero since the last pass.
-        Of a sharded layer, one process alone cannot tell the latter.
+        If the layer is sharded, one process alone cannot know whether gradients were set to zero.
         """
         if not self.calls:
             return True

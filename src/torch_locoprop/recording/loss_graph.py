@@ -35,7 +35,7 @@ class LossFacts(NamedTuple):
     terms: int | None = None  # how many terms it sums, if one sum is all of it
 
     def of_any_size(self, shape: Sequence[int]) -> LossFacts:
-        """Return what holds for outputs of other sizes, as far as an output of this shape tells."""
+        """Return the facts that also hold for outputs of other sizes than ``shape``."""
         by_row = self.by_row
         if self.terms is not None:
             sizes = {math.prod(shape): False, math.prod(shape[:-1]): True}
@@ -43,7 +43,7 @@ class LossFacts(NamedTuple):
         return LossFacts(self.sums, by_row)
 
     def completed(self, given: LossFacts | None) -> LossFacts:
-        """Return these facts of the loss that is trained, with given ones in place of unknown ones."""
+        """Return these facts of the trained loss, with the user's facts in place of unknown ones."""
         if given is None or self.sums is None:
             return given or self
         return self if self.by_row is not None else self._replace(by_row=given.by_row)
@@ -68,9 +68,9 @@ class _Reduction(NamedTuple):
 def inspect_loss(loss: Tensor) -> LossFacts:
     """Return what the autograd graph of a loss tells about its terms.
 
-    A sum that is divided afterwards counts as a mean: its autograd graph does not tell by what. A sum
-    that is multiplied counts as one of an unknown number of terms. Sums that are written out count if
-    none of PyTorch's losses is there, because they may be penalties.
+    A sum that is divided afterwards counts as a mean, because the autograd graph does not keep the
+    divisor. A sum that is multiplied counts as a sum of an unknown number of terms. Sums that are
+    written out count if none of PyTorch's losses is there, because they may be penalties.
     """
     own, written_out = [], []
     seen: set[tuple[Node, int]] = set()
@@ -107,7 +107,7 @@ def _facts(found: list[_Reduction]) -> LossFacts:
 
 
 def _reduction(node: Node, kind: int) -> _Reduction:
-    """Return the reduction of one of PyTorch's losses; those of classes take rows of scores."""
+    """Return the reduction of one of PyTorch's losses; losses of class labels count rows."""
     by_row = node.name().startswith(_BY_ROW)
     below = node.next_functions[0][0]
     shape = [] if below is None else output_shape(below)

@@ -1,6 +1,6 @@
 """Reads two facts from a loss: the transfer inside it, and whether it sums or averages its terms.
 
-PyTorch's own losses are known by name; the autograd graph of any other tells (``loss_graph.py``).
+PyTorch's own losses are known by name; of other losses the autograd graph is read (``loss_graph.py``).
 Transfers inside the model are found by ``transfer_detection.py``.
 """
 
@@ -87,7 +87,7 @@ class GivenLoss(NamedTuple):
         return self.output_transfer or self.transfer
 
     def looked_at(self, shape: Sequence[int], like: Tensor) -> GivenLoss:
-        """Return the same with what the autograd graph of ``unseen`` tells."""
+        """Return these facts, completed by what the autograd graph of ``unseen`` tells."""
         if self.unseen is None:
             return self
         transfer, facts = look_at(self.unseen, shape, like)
@@ -130,7 +130,7 @@ def given_loss(
 
 
 def warn_of_unusual(output_transfer: str | Transfer | None) -> None:
-    """Warn of the name of a transfer that none of PyTorch's losses has inside."""
+    """Warn if the transfer that ``output_transfer=`` names is inside none of PyTorch's losses."""
     usual = get_args(OutputTransfer)
     if isinstance(output_transfer, str) and transfers.get(output_transfer).name not in usual:
         warnings.warn(
@@ -175,7 +175,7 @@ def look_at(
 
 
 def _possible_labels(shape: Sequence[int], like: Tensor) -> Iterator[Tensor]:
-    """Yield classes of rows, values like the output, values of rows, and classes of pixels."""
+    """Yield labels of the usual shapes: classes or values of rows, values of elements, of pixels."""
     yield like.new_zeros(shape[:-1], dtype=torch.long)
     yield like.new_zeros(shape)
     yield like.new_zeros(shape[:-1])

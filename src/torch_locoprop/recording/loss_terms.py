@@ -60,8 +60,9 @@ class LossTerms:
     def total(self, layers: Iterable[LayerRecord]) -> float | None:
         """Return the number of terms whose gradients the layers have; None if it is not known.
 
-        It is known if every backward pass has reached one call of the loss, and all layers were reached
-        by passes with equally many terms in all: the sum of two losses may be one loss or two.
+        The number is known if every backward pass has reached one call of the loss, and the passes of
+        each layer have the same number of terms in total. If a pass reaches two calls, their sum may be
+        one loss or two.
 
         Args:
             layers: all layers with recorded calls.
@@ -88,7 +89,7 @@ class LossTerms:
 
 
 def watched(loss: object, facts: LossFacts | None) -> LossTerms:
-    """Return what counts the terms of a loss module, if the loss sums and is known; else an idle one.
+    """Return an object that counts the terms of a known loss module that sums; else one that is idle.
 
     Args:
         loss: what the user gave as ``loss_fn=``.
@@ -112,7 +113,7 @@ def _counter(owner: LossTerms, terms: float | None) -> Callable[[tuple[Tensor, .
 
 
 def _terms(loss: Any, args: Sequence[Any], kwargs: Mapping[str, Any], by_row: bool) -> float | None:
-    """Return by what one of PyTorch's losses divides if it averages; None if that is not known."""
+    """Return the number by which one of PyTorch's losses would divide to average; None if unknown."""
     given = dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs)
     x, y = given.get("input"), given.get("target")
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or is_distributed(y):

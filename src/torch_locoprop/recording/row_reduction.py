@@ -1,6 +1,6 @@
 """Reduces the rows of a recorded call to what the next step needs: all, some, XᵀX, or none.
 
-What a step needs is decided in ``stepping/requirements.py``.
+What a step needs is decided in ``stepping/method.py``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def gram_is_better(use: RowUse, x: Tensor, like: Tensor, rows: int) -> bool:
 def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
     """Return the call with what the next step needs of it.
 
-    That is no rows, XᵀX where :func:`gram_is_better`, or the rows, at most ``max_rows`` of them.
+    What is kept is nothing, XᵀX if :func:`gram_is_better`, or at most ``max_rows`` of the rows.
 
     Args:
         layer: the record of the layer.

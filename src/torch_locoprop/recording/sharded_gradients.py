@@ -1,8 +1,8 @@
 """What happens to the gradients of a layer whose tensors are divided among processes.
 
-A process has some rows of a gradient, possibly none. It sees whether these were set to zero after a
-backward pass, which makes the rows recorded before part of no problem. Only all processes together
-know whether all of the gradient was: until they have told each other, the calls are set aside.
+A process has some rows of a gradient, possibly none. If other code sets a gradient to zero after a
+backward pass, the input rows that were recorded before do not count any more. One process sees only
+whether its own rows are zero. Until the processes have told each other, the calls are set aside.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ShardedGradients:
     """The gradients of a sharded layer since the last step, and calls that may not count any more."""
 
     unreduced: bool = False  # gradients wait in fully_shard for a pass that adds up all processes'
-    _passes: int = 0  # that have added up the gradients since the last step: equal in all processes
+    _passes: int = 0  # passes since the last step that added up gradients: equal in all processes
     _aside: list[tuple[int, list[Call]]] = field(default_factory=list)  # by passes so far
     _found: Versions = field(default_factory=list)  # gradients as the running pass found them
     _left: Versions = field(default_factory=list)  # gradients as the last pass left them
@@ -41,7 +41,8 @@ class ShardedGradients:
     def may_be_zeroed(self, gradients: Sequence[Tensor]) -> bool:
         """Return True if, since the last pass, the gradients were written to and are zero now.
 
-        These are the gradients before a pass, of which this process has some rows or none.
+        Args:
+            gradients: the rows of the gradients that this process has before a pass, possibly none.
         """
         if self.unreduced or _same(self._found, self._left):
             return False

@@ -265,7 +265,8 @@ def _graph(fake: Any) -> CompiledGraph:
 def _search_from_graph_outputs(module: torch.fx.GraphModule, graph: CompiledGraph) -> None:
     """Search from the outputs of a compiled graph as if they were the model's output.
 
-    If they are not, layers outside of the graph show that the model is compiled in parts.
+    If they are not the model's output, the model is compiled in parts, and has layers outside of the
+    graph.
     """
     if not graph.outputs_searched:
         outputs = _values(node.args for node in module.graph.nodes if node.op == "output")

@@ -30,8 +30,8 @@ class WeakHook:
 
     The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms`.
 
-    It holds its owner weakly. ``copy.deepcopy(model)`` makes a model without it. A model that was saved
-    whole has a copy of it that has no owner and does nothing.
+    The hook holds its owner weakly. ``copy.deepcopy(model)`` makes a model without the hook. A model
+    that was saved whole has a copy of the hook, which has no owner and does nothing.
 
     Args:
         owner: the object whose method is called.

@@ -221,7 +221,7 @@ def _is_coupled(problem: LocalProblem) -> bool:
 class _WithoutRows(Solver):
     """The step of a layer whose rows are not known: along the gradient, by 1 % of the layer's norm.
 
-    Without rows nothing tells how long a step along the gradient may be.
+    Without rows it is not known how long a step along the gradient may be.
     """
 
     name = "preconditioned"

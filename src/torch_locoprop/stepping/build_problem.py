@@ -157,7 +157,7 @@ def numbers(group: Group) -> Numbers:
 
 
 def _gradients(trained: Mapping[str, nn.Parameter], part: Part | None) -> dict[str, Tensor]:
-    """Return the gradients of a layer's tensors, of a sharded layer those of the part to solve."""
+    """Return the gradients of a layer's tensors; for a sharded layer, of the part to solve only."""
     given = {name: p.grad for name, p in trained.items() if p.grad is not None}
     return (
         given
@@ -200,7 +200,8 @@ def running_fisher(layer: LayerRecord, method: Method, running: Tensor | None) -
 def count_loss_terms(layers: Sequence[LayerRecord], by_row: bool | None) -> int | None:
     """Return how many terms a loss that sums has, from the rows of the model's output.
 
-    None if no layer's output is the model's, or several are: their losses may be one or many.
+    None if the model does not return the output of exactly one layer: how the loss sums over several
+    outputs is not known.
 
     Args:
         layers: all layers with a local problem.
@@ -233,7 +234,7 @@ def _post_gradients(layer: LayerRecord, x: Any) -> Tensor | None:
 
 
 def _recorded(layer: LayerRecord, of_row: float) -> Tensor | None:
-    """Return ∂L/∂a over ``row_weight`` if it was recorded and is all of the layer's gradient."""
+    """Return ∂L/∂a divided by ``row_weight``; None if it was not recorded, or explains a part only."""
     if layer.obstacle:
         return None
     layer.rescale_row_gradients()

@@ -2,8 +2,8 @@
 
 Each process solves the problems of some outputs for the rows of all processes: with XᵀX, which is added
 up once, or with all rows, which are gathered once. One all-gather then brings all new rows of the
-layer's tensors, and of the solver's state, to all processes. The other way, in which every process
-solves all outputs with its own rows, adds up a gradient in each iteration.
+layer's tensors, and of the solver's state, to all processes. Without this division, every process
+solves all outputs with its own rows, and the processes add up a gradient in each iteration.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _goes_through_gram(problem: LocalProblem, facts: SharedFacts, local_steps: i
 
 
 def _gathers_less(posed: Posed, facts: SharedFacts, d: int, n: int) -> bool:
-    """Return True if rows and solutions are less to send than the gradients of all iterations."""
+    """Return True if sending rows and solutions takes less than sending a gradient per iteration."""
     size, bias = posed.layer.like.element_size(), "bias" in posed.problem.start
     processes, solver = facts.processes, posed.method.solver
     rows = communication.rows_in_ddp(facts.rows // processes, n, processes, size)
@@ -79,7 +79,7 @@ def _gathers_less(posed: Posed, facts: SharedFacts, d: int, n: int) -> bool:
 
 
 def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
-    """Return the new tensors and states of a layer: of own outputs first, then of all.
+    """Return the new tensors and states of a layer, of which each process computes some outputs.
 
     Args:
         posed: the problem with all outputs and the rows of this process.
@@ -112,7 +112,7 @@ def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
 
 
 def _with_all_rows(problem: LocalProblem, facts: SharedFacts, local_steps: int) -> LocalProblem:
-    """Return a problem with XᵀX of all processes, or with their rows, if it is solved with these."""
+    """Return the problem with XᵀX of all processes if it is solved with XᵀX, else with all rows."""
     gram = problem.through_gram(local_steps)
     if gram is not None:
         return replace(problem, x=gram, row_weight=1.0)

@@ -1,9 +1,9 @@
 """Spectral steps with their polar factors, which are most of the work, divided among the processes.
 
-One process computes the polar factor of a matrix. Of a sharded layer every process has some rows, which
-go to that process; everything else in the step is done by rows. Under DDP every process has the whole
-matrix, and does everything else in the step itself. Layers take such steps in rounds: the directions of
-all layers, the polar factors, their exchange, and all new tensors.
+One process computes the polar factor of a matrix. If the layer is sharded, every process has some rows
+of the matrix and sends them to that process; the rest of the step is computed by rows. Under DDP every
+process has the whole matrix, and computes the rest of the step for all rows. Layers take such steps in
+rounds: first the directions of all layers, then the polar factors, their exchange, and all new tensors.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
 
 
 def _polar_factors(directions: Sequence[Direction], layers: Sequence[Posed]) -> list[Tensor]:
-    """Return the polar factors of matrices, of sharded layers this process's rows of them."""
+    """Return the polar factors of matrices; for sharded layers, the rows that this process has."""
     given = [each.matrix for each in directions]
 
     def factor(i: int, matrix: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _processes(posed: Posed) -> tuple[object, ...]:
 
 
 def _exchange(posed: Posed) -> Exchange | None:
-    """Return the way to the other processes of DDP; None for sharded layers."""
+    """Return the object that exchanges with the other processes of DDP; None for sharded layers."""
     return posed.problem.others if isinstance(posed.problem.others, Exchange) else None
 
 

@@ -1,7 +1,8 @@
-"""States without content, into which tools for checkpoints load saved ones.
+"""States without content, into which checkpoint tools load saved states.
 
-Such tools let an optimizer step with zero gradients at learning rate zero, and expect all entries of
-its state afterwards. The first step that moves weights drops them, unless a state was loaded.
+Such tools let an optimizer step with zero gradients at learning rate zero, and expect that its state
+has all entries afterwards. The first step that moves weights drops these entries, unless a state was
+loaded.
 """
 
 from __future__ import annotations

@@ -16,8 +16,9 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import Solver, Spectral
 from torch_locoprop.stepping.spectral_adamw import SpectralAdamW, hidden_matrices, matrix_group
 
-# ε of the AdamW that is made: far below usual gradients, so that the scale of the loss does not matter,
-# and above the root of float32's smallest number, so that no step grows where squares are rounded to 0.
+# ε of the AdamW that is made if the user gives no fallback. It is far below usual gradients, so that
+# the scale of the loss does not matter, and above the root of float32's smallest number, so that no
+# step gets long where squares of gradients are rounded to zero.
 _EPS = 1e-15
 
 FallbackFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
@@ -33,13 +34,13 @@ class WithFallback(torch.optim.Optimizer):
 
     _model: nn.Module
     _fallback: torch.optim.Optimizer | None
-    # Of the optimizer that is made if the user gives no fallback: the learning rate of AdamW, and the
-    # numbers of the spectral step of matrices; None trains these with AdamW too.
+    # For the fallback that is made if the user gives none: the learning rate of AdamW, and the numbers
+    # of the spectral step for matrices. None: AdamW trains the matrices too.
     _fallback_rate: float = 1e-3
     _matrix_group: Mapping[str, Any] | None = None
 
     def _plan_fallback(self, solver: Solver, settings: Mapping[str, Any]) -> None:
-        """Derive the numbers of the fallback that may be made from those of the local problems.
+        """Set the numbers of a fallback that the user has not given, from those of the local problems.
 
         Args:
             solver: the solver of the local problems.
@@ -129,7 +130,7 @@ def check_recorded(layers: Iterable[LayerRecord]) -> None:
 def _with_matrices(
     params: list[nn.Parameter], matrices: set[nn.Parameter], numbers: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return a group of all other parameters and one of the matrices; no empty ones."""
+    """Return a group of the matrices, after a group of all other parameters; leave out empty groups."""
     others = {"params": [p for p in params if p not in matrices]}
     own = {"params": [p for p in params if p in matrices], **numbers}
     return [group for group in (others, own) if group["params"]]

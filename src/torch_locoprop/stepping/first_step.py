@@ -25,9 +25,9 @@ from torch_locoprop.solvers import Solver
 # Of the median layer: the range of sensible ratios, and the ratio that a suggested value aims at.
 TARGET_RANGE, GOOD_TARGET = (1e-4, 1e6), 1e-2
 SPECTRAL_RANGE, GOOD_SPECTRAL_MOVE = (1e-6, 10.0), 0.1  # fine-tuning and warm-ups take small steps
-# Entries move by about 0.2 lr: only weights near zero move far relative to their size.
+# Up to this rate, entries move by about 0.2 lr at most, and only weights near zero move far relatively.
 SENSIBLE_SPECTRAL_RATE = 0.1
-# Of local iterations, whose momentum makes later steps longer.
+# For local iterations, whose momentum makes later steps longer.
 LARGEST_MOVE, GOOD_MOVE = 100.0, 0.01
 
 
@@ -75,8 +75,8 @@ def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver)
 
     The median over the layers decides: the settings are those of all layers, and single layers may
     begin at weights of zero. A step in a warm-up is judged as a step at the full learning rate.
-    Solutions that are not finite are not judged: another warning names them. Nor are steps with
-    ``cap``, which bounds them.
+    Solutions that are not finite are not judged, because another warning names them. Steps with
+    ``cap`` are not judged, because the cap limits them.
 
     Args:
         steps: the first steps of the layers of a group.

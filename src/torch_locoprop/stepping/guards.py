@@ -57,7 +57,7 @@ def guarded(
 
 
 def drop_momentum(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) -> None:
-    """Set momenta to zero if the gate has rejected the solution, which they would repeat.
+    """Set momenta to zero if the gate has rejected the solution, because they point along it.
 
     Args:
         states: the solver states of a layer's tensors.
@@ -69,7 +69,7 @@ def drop_momentum(states: Iterable[Mapping[str, Tensor]], gated: Tensor | None) 
 
 
 def decreases_objective(problem: LocalProblem, new: Tensors) -> Tensor:
-    """Return a boolean scalar: True if a solution is finite and its objective not above the start's."""
+    """Return a boolean scalar: True if a solution is finite and does not raise the objective."""
     return dispatch.finite(list(new.values())) & (objective(problem, new) <= 0)
 
 

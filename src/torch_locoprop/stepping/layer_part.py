@@ -48,7 +48,7 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """What this process solves of a sharded layer.
+    """The part of a sharded layer that this process solves, and the exchange that it needs.
 
     Args:
         shards: the rows of the layer's tensors that this process has.
@@ -66,13 +66,13 @@ class Part:
 
     @property
     def outputs(self) -> Shards | None:
-        """The way to the outputs that other processes solve; None if there are none."""
+        """Access to the outputs that other processes solve; None if there are none."""
         return None if self.is_whole else self.shards
 
     # ---- tensors and states ----------------------------------------------------------------------
 
     def taken(self, name: str, tensor: Tensor) -> Tensor:
-        """Return what the problem has of a sharded parameter or its gradient.
+        """Return the part of a sharded parameter, or of its gradient, that is in the problem.
 
         Args:
             name: "weight" or "bias".
@@ -137,8 +137,8 @@ class Part:
     ) -> Inputs:
         """Return what the problem needs of the inputs of all processes.
 
-        If the step needs no more than XᵀX, that is added up. Otherwise the rows are gathered, or they
-        stay where they are and weights are exchanged in each iteration.
+        If the step needs no more than XᵀX, XᵀX of all processes is added up. Otherwise the rows are
+        gathered, or each process keeps its rows and weights are exchanged in each iteration.
 
         Args:
             layer: the record of the layer.
@@ -197,7 +197,7 @@ class Part:
         return weights.sent_bytes(shards.processes) < rows.sent_bytes(processes)
 
     def note(self, layer: LayerRecord, method: Method, group: Group) -> str:
-        """Return how the problem got its rows in the last step; empty if no rows were exchanged.
+        """Return how rows were exchanged in the last step, for the summary; empty if none were.
 
         Args:
             layer: the record of the layer.
@@ -263,7 +263,7 @@ class Part:
 
 
 def _goes_through_gram(layer: LayerRecord, facts: SharedShardFacts, use: RowUse | None) -> bool:
-    """Return True if a problem is solved with XᵀX: it was kept, is needed, or takes less work."""
+    """Return True if a problem is solved with XᵀX: if XᵀX was kept, is needed, or saves work."""
     if use is None or facts.some_have_gram:
         return facts.some_have_gram
     d, n = layer.kind.matrix("weight", layer.like).shape[-2:]

@@ -45,7 +45,7 @@ class Notices:
         )
 
     def hidden_state(self, solver: str) -> None:
-        """Warn that tools for checkpoints do not know the state of a solver of the user's."""
+        """Warn that checkpoint tools do not know which state a user's own solver keeps."""
         self.once(
             "hidden state",
             f"A tool such as torch.distributed.checkpoint asks for the state of solver {solver!r} "
@@ -63,7 +63,7 @@ class Notices:
         )
 
     def not_reached(self, layer: str) -> None:
-        """Warn that a layer was called and has a gradient, which did not come through its output."""
+        """Warn that a layer has a gradient that did not come through the output of its call."""
         self.once(
             layer,
             f"Layer {layer!r} was called and has a gradient, but no backward pass went through its "

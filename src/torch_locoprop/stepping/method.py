@@ -59,7 +59,7 @@ class Method:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer's group asks for, and what the layer's role in the model makes of it."""
+    """The variant that a layer's group names, and how the layer's problem is solved in its role."""
 
     asked: Variant  # the variant that the group names
     variant: Variant  # the variant that serves the layer
@@ -157,7 +157,8 @@ class Plan:
     ) -> RowUse | None:
         """Return what the next step needs of a layer's rows; None: possibly all of them.
 
-        The answer is kept as long as it can depend on nothing that has changed.
+        The answer is kept until the layer's plan or ``moved`` changes, or the next step, if it may
+        depend on the step.
 
         Args:
             states: solver states by parameter.
@@ -219,7 +220,7 @@ def problems_before(group: Group) -> int:
 
 
 def is_ours(component: object) -> bool:
-    """Return True if the class of a component is this library's; others may do anything."""
+    """Return True if a component is of a class of this library, whose behaviour is known."""
     return type(component).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 

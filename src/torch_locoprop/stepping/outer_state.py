@@ -1,9 +1,9 @@
 """The states of outer optimizers inside our state dict.
 
-``torch.distributed.checkpoint`` and other tools keep of a state dict what each parameter has in
-``state``, by the parameter's name, and ``param_groups``, and nothing else. So the entries of an outer
-optimizer stand beside ours, as ``outer.exp_avg``. The rest of its state dict, such as its groups, is in
-our first group.
+``torch.distributed.checkpoint`` and other tools keep two parts of a state dict: the entries of
+``state`` for each parameter, by the parameter's name, and ``param_groups``. So the entries of an
+outer optimizer are stored beside ours, under names such as ``outer.exp_avg``. The rest of its state
+dict, such as its groups, is stored in our first group.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def with_outer(
 def saved_outer(state_dict: Mapping[str, Any]) -> list[StateDict] | None:
     """Return the state dicts of the outer optimizers, possibly without entries; None if there are none.
 
-    Early versions have complete ones beside the groups.
+    State dicts of early versions have complete state dicts of the outer optimizers beside the groups.
     """
     groups: Sequence[StateDict] = state_dict["param_groups"]
     found: list[StateDict] | None = state_dict.get(_KEY, groups[0].get(_KEY) if groups else None)
