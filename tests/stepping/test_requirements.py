@@ -13,7 +13,6 @@ from torch_locoprop import LocoProp
 from torch_locoprop.paper.gram import FULL, RowUse, Structure
 from torch_locoprop.paper.transfers import TRANSFERS
 from torch_locoprop.solvers import SOLVERS, Exact, FirstOrder
-from torch_locoprop.stepping.requirements import needs_output, use_of_rows
 
 GAMMA = {"variant": "locoprop-m", "lr": 1e-2, "local_steps": 4}
 
@@ -126,7 +125,7 @@ def test_outputs_are_kept_for_iterations_with_a_transfer(
     for name, value in role.items():
         known = TRANSFERS[value] if isinstance(value, str) and name == "transfer" else value
         setattr(layer, name, known)
-    assert needs_output(opt._plan, layer) is needed
+    assert opt._plan.of(layer).needs_output is needed
 
 
 class Asked(FirstOrder):
@@ -158,7 +157,7 @@ def rows_for(
     layer.transfer = None if transfer is None else TRANSFERS[transfer]
     layer.decided = transfer is not None
     own = {layer.tensors[name]: state for name, state in (states or {}).items()}
-    return use_of_rows(opt._plan, own, diagnosed, layer, moved), solver.last
+    return opt._plan.use_of_rows(own, diagnosed, layer, moved), solver.last
 
 
 TWO = RowUse(gradients=2)
@@ -184,7 +183,7 @@ def test_the_state_of_another_solver_is_not_that_of_this_one() -> None:
         opt.param_groups[0]["state_of"] = of
         layer = opt._layers[0]
         own = {layer.tensors["weight"]: states["weight"]}
-        use_of_rows(opt._plan, own, False, layer, ("weight", "bias"))
+        opt._plan.use_of_rows(own, False, layer, ("weight", "bias"))
         assert solver.last[2] == (states["weight"] if known else {})
 
 
@@ -229,7 +228,7 @@ def test_a_closed_form_needs_the_rows_of_a_loss_with_a_transfer() -> None:
         layer = opt._layers[0]
         layer.transfer = None if transfer is None else TRANSFERS[transfer]
         layer.decided = transfer is not None
-        found = use_of_rows(opt._plan, {}, False, layer, ("weight", "bias"))
+        found = opt._plan.use_of_rows({}, False, layer, ("weight", "bias"))
         assert (found is not None) is needed
 
 

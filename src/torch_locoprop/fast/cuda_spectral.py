@@ -38,7 +38,7 @@ def inverse(factor: Tensor) -> Tensor:
     """
     n = factor.shape[-1]
     eye = torch.eye(n, dtype=factor.dtype, device=factor.device)
-    root = torch.linalg.solve_triangular(factor, eye, upper=False)
+    root: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
     with full_products(factor):
         if factor.dim() > 2 or n <= STRIP:
             return root.mT @ root
