@@ -395,6 +395,16 @@ def test_the_fraction_is_near_the_minimum_and_never_beyond() -> None:
     torch.testing.assert_close(small.t, part.t)  # a loss has no unit
 
 
+def test_a_slope_that_does_not_change_lets_steps_grow_as_far_as_they_may() -> None:
+    """To 0.95 more than the last in each of the two trials after the first."""
+
+    def slope(t: Tensor) -> tuple[Tensor, Tensor]:
+        return -torch.ones_like(t), t.unsqueeze(-2)
+
+    part = descending_fraction(slope, slope(torch.zeros(2)), 3)
+    torch.testing.assert_close(part.t, torch.full((2,), 1.95**2))
+
+
 def test_a_direction_that_ascends_is_not_taken() -> None:
     def slope(t: Tensor) -> tuple[Tensor, Tensor]:
         return 1 + t, (1 + t).unsqueeze(-2)
@@ -410,6 +420,15 @@ def test_an_inverse_that_cannot_be_factored_is_replaced_by_one_that_bounds_it() 
     assert not found[1].any()
     torch.testing.assert_close(found[2], torch.eye(2) / 3.003)
     assert regularized_inverse(torch.full((2, 2), torch.nan), 1e-3).isnan().any()
+
+
+@pytest.mark.parametrize("leading", [(), (2,), (2, 3)], ids=str)
+def test_each_matrix_is_regularized_by_its_own_diagonal(leading: tuple[int, ...]) -> None:
+    root = batch(*leading, 4, 4)
+    gram = root @ root.mT
+    shift = 0.1 * gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    expected = torch.linalg.inv(gram + shift * torch.eye(4).double())
+    torch.testing.assert_close(regularized_inverse(gram, 0.1), expected)
 
 
 # ---- shapes, layers, processes -------------------------------------------------------------------
