@@ -358,4 +358,3 @@ class LayerOptimizer(WithStateDict, Joins):
         if "_model" in state:
             check_complete(self._model)
             self._attach()
-            self._link_fallback()

@@ -1,0 +1,58 @@
+"""What processes tell each other before they solve the problems of their layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import threads
+import torch
+from sharded_cases import Case, M, S, loss_of, make_optimizer, network, sharded, whole_tensors
+from torch import Tensor
+
+X = torch.rand(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def two_passes(
+    model: Any, x: Tensor, world: int, zeros: list[slice], settings: dict[str, Any]
+) -> None:
+    """Take a step after two passes; between them some rows of the gradients are set to zero.
+
+    Args:
+        model: the model, sharded or not.
+        x: this process's rows.
+        world: the number of processes.
+        zeros: rows of this process's gradients, for each parameter.
+        settings: of the optimizer.
+    """
+    opt = make_optimizer(Case(settings), model)
+    for i in range(2):
+        part = x[i * len(x) // 2 :][: len(x) // 2]
+        (world * loss_of(Case(), model(part), part)).backward()  # type: ignore[no-untyped-call]
+        if i == 0:
+            for p, rows in zip(model.parameters(), zeros, strict=True):
+                gradient = p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+                gradient[rows] = 0
+    opt.step()
+
+
+@pytest.mark.parametrize("settings", [M, S], ids=["M", "S"])
+@pytest.mark.parametrize("all_rows", [False, True])
+def test_gradients_that_are_zero_in_one_process_only_were_not_set_to_zero(
+    settings: dict[str, Any], all_rows: bool
+) -> None:
+    """The calls before count, as they do in one process, unless all gradients were set to zero."""
+    one, models = network("smooth"), [network("smooth") for _ in range(2)]
+    half = slice(4, None), slice(3, None)  # the rows of the second process: of 8 outputs, and of 6
+    zeros = [slice(None)] * 4 if all_rows else [half[0], half[0], half[1], half[1]]
+    two_passes(one, X[[*range(4), *range(8, 12), *range(4, 8), *range(12, 16)]], 1, zeros, settings)
+
+    def stepped(rank: int) -> list[Tensor]:
+        zeros = [slice(None) if all_rows or rank == 1 else slice(0, 0)] * 4
+        model = sharded(Case(), models[rank])
+        two_passes(model, X[8 * rank : 8 * rank + 8], 2, zeros, settings)
+        return whole_tensors(model)
+
+    for found in threads.run(stepped, 2):
+        for several, p in zip(found, one.parameters(), strict=True):
+            torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-12)
