@@ -9,13 +9,34 @@ from unittest.mock import patch
 import pytest
 import threads
 import torch
-from sharded_cases import CASES, batch_bounds, network, sharded, train, whole_tensors
+from sharded_cases import CASES as ALL_CASES
+from sharded_cases import (
+    Case,
+    M,
+    S,
+    batch_bounds,
+    loss_of,
+    make_optimizer,
+    network,
+    sharded,
+    train,
+    whole_tensors,
+)
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torch_locoprop.distributed import communication
-from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS, WHOLE  # noqa
+from torch_locoprop.solvers import Exact
+from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS, WHOLE
 
+MEAN = {"local_reduction": "mean"}
+RUNNING = {**S, "solver": Exact(0.9, 2, 0.1)}
+MORE = {
+    "grouped convolution of S": Case(S, "grouped"),
+    "mean of a running closed form": Case({**RUNNING, **MEAN}),
+    "mean of M, gate": Case({**M, **MEAN, "gate": True, "lr": 0.5}),
+}
+CASES = {**ALL_CASES, **MORE}
 NAMES = tuple(CASES)
 EXCHANGED = ("M", "momentum", "mean", "uneven", "frozen bias of M", "softmax")
 
@@ -25,7 +46,9 @@ def exchanging_weights() -> AbstractContextManager[object]:
     return patch.object(communication, "by_iterations", lambda *args: communication.Traffic())
 
 
-def in_threads(name: str) -> list[tuple[list[Tensor], dict[int, dict[str, Any]], str]]:
+def in_threads(
+    name: str, steps: int = 3
+) -> list[tuple[list[Tensor], dict[int, dict[str, Any]], str]]:
     """Return the weights, the states and the summary of each thread after some steps."""
     case = CASES[name]
     world = case.worlds[0]
@@ -33,7 +56,7 @@ def in_threads(name: str) -> list[tuple[list[Tensor], dict[int, dict[str, Any]],
 
     def trained(rank: int) -> tuple[list[Tensor], dict[int, dict[str, Any]], str]:
         model = sharded(case, models[rank])
-        opt = train(case, model, batch_bounds(case, rank, world), world)
+        opt = train(case, model, batch_bounds(case, rank, world), world, steps)
         states = {
             i: {key: e.full_tensor() if isinstance(e, DTensor) else e for key, e in state.items()}
             for i, state in opt.state_dict()["state"].items()
@@ -59,3 +82,65 @@ def test_parts_of_layers_are_the_layers_of_one_process(name: str, exchanged: boo
         for i, state in opt.state_dict()["state"].items():
             for key, entry in state.items():
                 torch.testing.assert_close(states[i][key], entry, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("variant", [M, S], ids=["M", "S"])
+@pytest.mark.parametrize("mean", [False, True])
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_rows_that_were_kept_count_for_those_that_were_not(
+    variant: dict[str, Any], mean: bool, exchanged: bool
+) -> None:
+    """Of equal rows, ``max_rows`` keeps some that count for all: the problem stays the same.
+
+    In a mean over rows, processes with unequal numbers of rows count equally. In one process, these are
+    equal numbers of rows with unequal losses.
+    """
+    rows = torch.rand(2, 1, 6, generator=torch.Generator().manual_seed(3)).double()
+    settings = {**variant, **(MEAN if mean else {})}
+    counts = (6, 6) if mean else (8, 4)
+    both = [(x.expand(c, 6), w / c) for x, c, w in zip(rows, counts, (8, 4), strict=True)]
+    whole, models = network("smooth"), [network("smooth") for _ in range(2)]
+    one = make_optimizer(Case(settings), whole)
+    for _ in range(2):
+        outputs = whole(torch.cat([x for x, _ in both])).split(counts)
+        losses = [w * loss_of(Case(), a, x) for a, (x, w) in zip(outputs, both, strict=True)]
+        (losses[0] + losses[1]).backward()  # type: ignore[no-untyped-call]
+        one.step()
+        one.zero_grad()
+
+    def stepped(rank: int) -> list[Tensor]:
+        model = sharded(Case(), models[rank])
+        opt = make_optimizer(Case({**settings, "max_rows": 3}), model)
+        own = rows[rank].expand((8, 4)[rank], 6)
+        for _ in range(2):
+            (2 * loss_of(Case(), model(own), own)).backward()  # type: ignore[no-untyped-call]
+            opt.step()
+            opt.zero_grad()
+        return whole_tensors(model)
+
+    with exchanging_weights() if exchanged else nullcontext():
+        for found in threads.run(stepped, 2):
+            for several, p in zip(found, whole.parameters(), strict=True):
+                torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("name", "exchanged", "said"),
+    [
+        ("M", False, GATHERS_ROWS),
+        ("M", True, EXCHANGES_WEIGHTS),
+        ("S", False, ""),
+        ("gate and cap", True, GATHERS_ROWS),  # the value of the objective needs all rows
+        ("convolution, M", True, GATHERS_ROWS),
+        ("default", False, ""),
+        ("closed form", False, ""),
+        ("grouped convolution", False, WHOLE),
+    ],
+)
+def test_the_summary_says_what_is_exchanged(name: str, exchanged: bool, said: str) -> None:
+    kind = "Conv1d" if "convolution" in name else "Linear"
+    with exchanging_weights() if exchanged else nullcontext():
+        for _, _, summary in in_threads(name, steps=2):
+            (row, *_) = [line for line in summary.splitlines() if f" {kind} " in line]
+            notes = [note for note in (GATHERS_ROWS, EXCHANGES_WEIGHTS, WHOLE) if note in row]
+            assert notes == ([said] if said else [])

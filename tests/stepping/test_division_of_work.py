@@ -1,0 +1,237 @@
+"""Which layers processes divide, and how they exchange rows: the way that sends less."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from torch_locoprop.distributed.ddp import Exchange, SharedFacts
+from torch_locoprop.distributed.fully_shard import SharedShardFacts
+from torch_locoprop.layers.conv import ConvMap
+from torch_locoprop.paper.gram import Gram
+from torch_locoprop.paper.linear_map import Dense
+from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.transfers import TRANSFERS
+from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.solvers import SOLVERS, Exact, Spectral
+from torch_locoprop.stepping import divided_outputs, divided_polar
+from torch_locoprop.stepping.layer_part import Part
+
+NUMBER = 8  # bytes of a float64
+
+
+class Facts(SharedFacts):
+    """Facts of processes that there are not."""
+
+    processes = 3
+
+
+def facts(processes: int = 3, rows: int = 24, **changed: Any) -> SharedFacts:
+    given = Facts(None, rows, True, False, 3, 3, False, True)
+    found: Any = replace(given, **changed)
+    object.__setattr__(found, "processes", processes) if processes != 3 else None
+    return found
+
+
+def posed(
+    d: int = 12, n: int = 8, local_steps: int = 4, bias: bool = True, variant: str = "locoprop-m",
+    transfer: str = "tanh", solver: Any = "rmsprop", regularizer: str = "none",
+    linear_map: Any = None, x: Any = None, shared: Any = "facts", exchanges: bool = True,
+    only_bias: bool = False, **of_facts: Any,
+) -> Any:  # fmt: skip
+    """Return a problem of a layer of ``[d, n]`` whose rows three processes have."""
+    known = facts(**of_facts)
+    used = SOLVERS[solver] if isinstance(solver, str) else solver
+    start = {"weight": torch.zeros(d, n, dtype=torch.float64)}
+    start |= {"bias": torch.zeros(d, dtype=torch.float64)} if bias else {}
+    if only_bias:
+        start = {"bias": start["bias"]}
+    own = VARIANTS[variant]
+    problem = SimpleNamespace(
+        others=Exchange(known, False) if exchanges else None,
+        linear_map=Dense() if linear_map is None else linear_map,
+        target=own.target,
+        loss=own.loss,
+        transfer=TRANSFERS[transfer],
+        regularizer=REGULARIZERS[regularizer],
+        start=start,
+        x=x,
+        outputs=None,
+    )
+    method = SimpleNamespace(
+        variant=own, regularizer=problem.regularizer, solver=used, local_steps=local_steps
+    )
+    like = torch.zeros(d, n, dtype=torch.float64)
+    layer = SimpleNamespace(
+        shared_facts=known if shared == "facts" else shared, like=like, transfer=TRANSFERS[transfer]
+    )
+    return SimpleNamespace(problem=problem, method=method, layer=layer)
+
+
+MANY = 50  # iterations, so that rows are less to send
+
+
+@pytest.mark.parametrize(
+    ("given", "divided"),
+    [
+        ({}, True),
+        ({"exchanges": False}, False),
+        ({"shared": None}, False),
+        ({"local_steps": 1}, False),
+        ({"solver": Exact()}, False),
+        ({"solver": Exact(), "local_steps": 1}, False),
+        ({"all_have_rows": False}, False),
+        ({"active": 2}, False),
+        ({"linear_map": object.__new__(ConvMap)}, False),
+        ({"variant": "pocoprop-m"}, False),
+        ({"regularizer": "fisher"}, False),
+        ({"only_bias": True}, False),
+        ({"transfer": "softmax"}, False),
+        ({"d": 3}, True),  # an output for each process
+        ({"d": 2}, False),
+        ({"equal_rows": False}, False),
+        ({"some_have_gram": True}, False),
+        ({"bias": False}, True),
+    ],
+    ids=range(18),
+)
+def test_iterations_with_rows_are_divided_if_all_processes_can(
+    given: dict[str, Any], divided: bool
+) -> None:
+    assert divided_outputs.is_divided(posed(**{"local_steps": MANY, **given})) is divided
+
+
+@pytest.mark.parametrize(
+    ("given", "divided"),
+    [
+        ({"n": 128}, True),
+        ({"n": 127}, False),
+        ({"n": 128, "equal_rows": False}, True),
+        ({"n": 127, "rows": 10000, "transfer": "linear", "variant": "locoprop-m"}, False),
+        ({"n": 128, "rows": 10000, "transfer": "linear", "variant": "locoprop-m"}, True),
+        ({"n": 128, "rows": 3, "some_have_gram": True, "equal_rows": False}, True),
+        ({"n": 128, "rows": 3, "equal_rows": False}, False),
+        ({"n": 128, "rows": 3, "equal_rows": False, "x": "gram"}, True),
+    ],
+    ids=range(8),
+)
+def test_iterations_with_products_of_rows_are_divided_from_a_width_on(
+    given: dict[str, Any], divided: bool
+) -> None:
+    """It is that width from which on sending the solution takes less time than the iterations."""
+    if given.get("x") == "gram":
+        given = {**given, "x": Gram(torch.ones(1, 1), torch.ones(1), 1)}
+    own = {"variant": "locoprop-s", "rows": 10000, "d": 200, **given}
+    assert divided_outputs.is_divided(posed(**own)) is divided
+
+
+def test_products_of_rows_are_used_where_they_are_less_work() -> None:
+    """r n² + (T − 1) d n² multiplications, and 2 (T − 1) r d n with rows."""
+    seen = set()
+    for rows, d, n, steps in product((30, 60, 90), (10, 60), (8, 40, 80), (2, 3, 5)):
+        less = rows * n * n + (steps - 1) * d * n * n < 2 * (steps - 1) * rows * d * n
+        own = posed(d, n, steps, variant="locoprop-s", rows=rows)
+        found = divided_outputs._goes_through_gram(own.problem, own.layer.shared_facts, steps)
+        assert found is less, (rows, d, n, steps)
+        seen.add(less)
+    assert seen == {True, False}
+
+
+def test_outputs_are_divided_where_that_sends_less_than_all_gradients() -> None:
+    """In rings, of P − 1 of P parts: rows and solutions once, gradients twice in each iteration."""
+    seen = set()
+    for rows, d, n, bias, steps in product(
+        (24, 48, 96), (12, 13, 36), (8, 30), (False, True), (2, 3, 4, 5, 8)
+    ):
+        columns = n + bias
+        gathered = rows * n + 3 * math.ceil(d / 3) * columns * 3  # the state has two tensors
+        added = (steps - 1) * 2 * d * columns
+        own = posed(d, n, steps, bias, rows=rows, solver="rmsprop")
+        assert len(own.method.solver.row_state) == 2
+        found = divided_outputs._gathers_less(own, own.layer.shared_facts, d, n)
+        assert found is (gathered < added), (rows, d, n, bias, steps)
+        seen.add((gathered > added) - (gathered < added))
+    assert {1, -1} <= seen
+    for rows, less in ((9, True), (12, False), (15, False)):  # 12 · 9 + 12 · 9 · 3 = 2 · 2 · 12 · 9
+        own = posed(12, 9, 3, False, rows=rows)
+        assert divided_outputs._gathers_less(own, own.layer.shared_facts, 12, 9) is less
+
+
+@pytest.mark.parametrize(
+    ("given", "divided"),
+    [
+        ({"d": 64, "n": 63, "bias": True}, True),  # [W b] is 64 × 64
+        ({"d": 63, "n": 200}, False),
+        ({"d": 200, "n": 63, "bias": False}, False),
+        ({"d": 64, "n": 200}, True),
+        ({"d": 64, "n": 64, "exchanges": False}, False),
+        ({"d": 64, "n": 64, "solver": "rmsprop"}, False),
+    ],
+    ids=range(6),
+)
+def test_polar_factors_of_large_matrices_are_divided(given: dict[str, Any], divided: bool) -> None:
+    assert divided_polar.is_divided(posed(**{"solver": Spectral(), **given})) is divided
+
+
+def test_polar_factors_of_sharded_matrices_are_always_divided() -> None:
+    """In rounds of four matrices for each process."""
+    own = posed(4, 4, solver=Spectral(), exchanges=False)
+    own.problem.outputs = SimpleNamespace(processes=5)
+    assert divided_polar.is_divided(own)
+    assert divided_polar.round_size(own) == 20
+    assert divided_polar.round_size(posed(4, 4, solver=Spectral())) == 12
+
+
+# ---- sharded layers ---------------------------------------------------------------------------------
+
+
+def exchanges(
+    d: int, n: int, steps: int, kept: tuple[int, ...], bias: bool = False, gate: bool = False,
+    solver: Any = None, linear_map: Any = None, is_whole: bool = False, same: bool = False,
+) -> bool:  # fmt: skip
+    """Return True if weights are exchanged, of a layer of ``[d, n]`` with some rows in each process."""
+    shards: Any = SimpleNamespace(same_inputs=same, processes=len(kept))
+    like = torch.zeros(d, n, dtype=torch.float64)
+    kind: Any = SimpleNamespace(
+        matrix=lambda name, tensor: tensor, linear_map=Dense() if linear_map is None else linear_map
+    )
+    known = SharedShardFacts(tuple((rows, rows) for rows in kept), True, False, (0,) * len(kept))
+    tensors = {"weight": like} | ({"bias": like[:, 0]} if bias else {})
+    layer: Any = SimpleNamespace(shared_facts=known, kind=kind, like=like, tensors=tensors)
+    method: Any = SimpleNamespace(
+        solver=SOLVERS["rmsprop"] if solver is None else solver, local_steps=steps
+    )
+    part = Part(shards, kind, True, is_whole, frozenset())
+    return part.exchanges_weights(layer, method, gate=gate)
+
+
+def test_weights_are_exchanged_where_that_sends_less_than_all_rows() -> None:
+    """Rows: P − 1 times those of a process. Weights: in each iteration but the first there and back."""
+    seen = set()
+    for d, n, bias, steps, processes in product((6, 7, 20), (4, 9), (False, True), (2, 5), (2, 3)):
+        own = math.ceil(d / processes) * (n + bias)
+        weights = (processes - 1) * own * (2 * steps - 1)
+        for rows in (1, 5, 20, 21, 50, 51, 300):
+            less = weights < (processes - 1) * rows * n
+            kept = (rows, *[0] * (processes - 1))
+            assert exchanges(d, n, steps, kept, bias) is less, (d, n, bias, steps, kept)
+            seen.add(less)
+    assert seen == {True, False}
+    # d = 2 in two processes sends as much as 2 T − 1 rows.
+    assert [exchanges(2, 4, 3, (rows, 0)) for rows in (4, 5, 6)] == [False, False, True]
+
+
+def test_weights_are_exchanged_for_iterations_of_dense_layers_alone() -> None:
+    many = (4, 4, 2, (1000, 1000))
+    assert exchanges(*many)
+    assert not exchanges(*many, gate=True)
+    assert not exchanges(*many, solver=Exact())
+    assert not exchanges(*many, linear_map=object.__new__(ConvMap))
+    assert not exchanges(*many, is_whole=True)
+    assert not exchanges(*many, same=True)
