@@ -129,6 +129,31 @@ def test_deep_copies_have_nothing_of_ours(tmp_path: Path) -> None:
     assert kept.summary()
 
 
+def test_a_model_saved_whole_loads_where_this_package_is_not_installed(tmp_path: Path) -> None:
+    """Also while its optimizer exists; what is loaded runs, compiles, and takes a new optimizer."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    opt = LocoProp(model)
+    model(batch(*SHAPE).float()).square().sum().backward()
+    opt.step()
+    torch.save(model, tmp_path / "model.pt")
+    torch.save(model(torch.ones(1, 6)).detach(), tmp_path / "output.pt")
+    code = (
+        "import sys, torch; sys.modules['torch_locoprop'] = None; "
+        f"model = torch.load({str(tmp_path / 'model.pt')!r}, weights_only=False); "
+        f"expected = torch.load({str(tmp_path / 'output.pt')!r}); "
+        "compiled = torch.compile(model, backend='eager', fullgraph=True); "
+        "x = torch.ones(1, 6); assert torch.equal(model(x), expected); "
+        "assert torch.equal(compiled(x), expected)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    before, own = weights(loaded), LocoProp(loaded)
+    assert hooks_of(loaded) == hooks_of(model)
+    loaded(batch(*SHAPE).float()).square().sum().backward()
+    own.step()
+    assert not torch.equal(before[0], weights(loaded)[0])
+
+
 def test_a_deep_copy_of_model_and_optimizer_has_the_hooks_of_its_optimizer() -> None:
     model = network()
     opt = LocoProp(model, variant="locoprop-m", lr=1e-2)

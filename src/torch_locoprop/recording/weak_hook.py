@@ -6,6 +6,7 @@ is in ``hooks.py``; what they do in compiled graphs is in ``torch_compile.py``.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
 from types import FunctionType
@@ -25,13 +26,18 @@ watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all ModelHooks that
 _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary()
 
 
+NOTHING = contextlib.nullcontext().__exit__
+"""A hook that returns None for any arguments and is pickled without a name of this package."""
+
+
 class WeakHook:
     """A hook on a module or parameter that calls a method of its owner.
 
     The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms`.
 
     The hook holds its owner weakly. ``copy.deepcopy(model)`` makes a model without the hook. A model
-    that was saved whole has a copy of the hook, which has no owner and does nothing.
+    that was saved whole has :data:`NOTHING` in its place, so that it loads where this package is not
+    installed.
 
     Args:
         owner: the object whose method is called.
@@ -79,8 +85,8 @@ class WeakHook:
         """True if the hook does nothing: its owner was deleted, or the hook is a copy."""
         return self._owner() is None
 
-    def __reduce__(self) -> tuple[type[WeakHook], tuple[()]]:
-        return WeakHook, ()
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, (NOTHING.__self__, NOTHING.__name__)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> WeakHook:
         """Return an inert hook, which is removed at the end of ``copy.deepcopy``."""
@@ -127,7 +133,8 @@ def remove_inert(module: nn.Module) -> None:
     """Remove inert hooks from a module; copies and reloads of a model have them."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
-            if isinstance(hook, WeakHook) and hook.is_inert:
+            saved = getattr(hook, "__func__", None) is NOTHING.__func__
+            if saved or (isinstance(hook, WeakHook) and hook.is_inert):
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
 
