@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -245,6 +245,27 @@ def test_a_patched_forward_falls_back() -> None:
     model[0].forward = lambda x: 2 * original(x)  # type: ignore[method-assign]
     opt = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1))
     assert "Linear has a forward of its own" in opt.summary()
+
+
+def test_a_forward_that_was_patched_in_the_class_falls_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also if the function has the name and the module of PyTorch's own."""
+    own = nn.Linear.forward
+
+    @wraps(own)
+    def doubled(self: nn.Linear, x: Tensor) -> Tensor:
+        return own(self, 2 * x)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Conv1d(4, 4, 1))
+    monkeypatch.setattr(nn.Linear, "forward", doubled)
+    summary = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).summary()
+    assert "Linear has a forward of its own" in summary
+    monkeypatch.undo()
+    assert "of its own" not in LocoProp(model).summary()
+    monkeypatch.setattr(nn.Conv1d, "_conv_forward", lambda self, *args: 2 * args[0])
+    summary = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).summary()
+    assert "Conv1d has a _conv_forward of its own" in summary
 
 
 class Cubed(nn.Linear):

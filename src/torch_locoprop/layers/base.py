@@ -7,6 +7,7 @@ a file in this package with a class that has these methods and a factory marked 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -157,6 +158,13 @@ def joined_inputs(inputs: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.detach() for tensor in inputs], dim=-1)
 
 
+def _was_replaced(module: type[nn.Module], method: str) -> bool:
+    """Return True if a method of a class is not from the file of the class: other code replaced it."""
+    cls = next(each for each in module.__mro__ if method in vars(each))
+    home = sys.modules.get(cls.__module__)
+    return home is not None and getattr(vars(cls)[method], "__globals__", None) is not vars(home)
+
+
 def own_forward(module: nn.Module, *known: Any, method: str = "forward") -> str | None:
     """Return a reason if the module's ``forward`` is none of those that are known.
 
@@ -165,9 +173,10 @@ def own_forward(module: nn.Module, *known: Any, method: str = "forward") -> str 
         known: the functions that compute what the local problem has.
         method: the name of another method to check instead, which ``forward`` calls.
     """
-    if getattr(type(module), method) in known and not is_patched(module):
+    kind = type(module)
+    if getattr(kind, method) in known and not (is_patched(module) or _was_replaced(kind, method)):
         return None
-    return f"{type(module).__name__} has a {method} of its own"
+    return f"{kind.__name__} has a {method} of its own"
 
 
 def is_patched(module: nn.Module) -> bool:
