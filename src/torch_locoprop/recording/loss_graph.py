@@ -107,13 +107,27 @@ def _facts(found: list[_Reduction]) -> LossFacts:
 
 
 def _reduction(node: Node, kind: int) -> _Reduction:
-    """Return the reduction of one of PyTorch's losses; losses of class labels count rows."""
+    """Return the reduction of one of PyTorch's losses; losses of class labels count rows.
+
+    A sum with class weights counts as one of an unknown number of terms: the labels, which tell it, are
+    gone after the backward pass.
+    """
     by_row = node.name().startswith(_BY_ROW)
+    if kind == _SUM and by_row and _has_class_weights(node):
+        return _Reduction(kind, None, None)
     below = node.next_functions[0][0]
     shape = [] if below is None else output_shape(below)
     features = shape[min(1, len(shape) - 1)] if by_row and shape else 1
     terms = math.prod(shape) // max(features, 1) if shape else None
     return _Reduction(kind, by_row, terms)
+
+
+def _has_class_weights(node: Any) -> bool:
+    """Return True if a loss of classes has a weight for each."""
+    try:
+        return getattr(node, "_saved_weight", None) is not None
+    except RuntimeError:  # there was one: only saved tensors are gone after a backward pass
+        return True
 
 
 def _written_reduction(node: Any, kind: int) -> _Reduction:

@@ -284,6 +284,18 @@ def test_a_sum_that_is_multiplied_is_told(closure: bool) -> None:
         ends(network(sizes=(6, 7, 5)), halved, ROWS, batch(12, 5), closure)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("closure", [True, False])
+def test_class_weights_that_only_the_autograd_graph_has_are_told(
+    closure: bool, smoothing: float
+) -> None:
+    """The labels, which tell the sum of the weights, are gone after the backward pass."""
+    options = {"weight": PRIORS, "label_smoothing": smoothing, "reduction": "sum"}
+    loss = partial(F.cross_entropy, **options)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="or classes have weights"):
+        ends(network(sizes=(6, 7, 5)), loss, ROWS, CLASSES.clamp_min(0), closure)
+
+
 def test_sums_of_different_terms_are_told() -> None:
     def mixed(output: Tensor, y: Tensor) -> Tensor:
         squares = F.mse_loss(output, batch(12, 5), reduction="sum")
