@@ -370,6 +370,25 @@ def test_a_run_without_its_checkpoint_restarts_only_if_asked_to(run: Any, lost: 
     assert Path("there/metrics.jsonl.old").read_text() == lost
 
 
+@pytest.mark.parametrize("words", [["--resume"], [], ["--restart"]])
+@pytest.mark.parametrize("also", ["checkpoint.pt", "metrics.jsonl", None])
+def test_a_run_without_its_description_is_left_as_it_is(
+    run: Any, monkeypatch: pytest.MonkeyPatch, words: list[str], also: str | None
+) -> None:
+    """Its settings are not known: another run would go on from its weights, or replace it."""
+    with monkeypatch.context() as patch:
+        send_in_step(patch, 7, signal.SIGINT)
+        run("train", *TASK, "--out", "there", "--quiet")
+    for name in ("config.json", *([also] if also else [])):
+        Path("there", name).unlink()
+    left = {path.name: path.read_bytes() for path in Path("there").iterdir()}
+    code, out, err = run("train", *TASK, "--out", "there", *words)
+    assert (code, out) == (exit_codes.FAILED, "")
+    assert "of a run, but its config.json is missing. Put it back, or choose another folder" in err
+    assert "starting a new one" not in err
+    assert {path.name: path.read_bytes() for path in Path("there").iterdir()} == left
+
+
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_a_terminal_is_asked(
     run: Any, lost: str, monkeypatch: pytest.MonkeyPatch, answer: str
@@ -438,6 +457,13 @@ def test_an_error_of_a_configuration_file_names_the_file(
     assert err.startswith("bad.json")
     assert message in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_folder_is_no_configuration_file(run: Any) -> None:
+    Path("run").mkdir()
+    code, _, err = run("train", "--config", "run")
+    assert code == exit_codes.USAGE
+    assert err == "run is a folder. Give a file, such as run/config.json.\n"
 
 
 def test_tiny_images_are_what_the_commands_see() -> None:

@@ -41,6 +41,8 @@ def base_of(config: Path | None, resumed: Path | None) -> dict[str, Any]:
     if config is None:
         folder = None if resumed is None else RunFolder(resumed)
         return dict(folder.description()["config"]) if folder and folder.exists else {}
+    if config.is_dir():
+        raise ValueError(f"{config} is a folder. Give a file, such as {config / 'config.json'}.")
     try:
         content = json.loads(config.read_text())
     except OSError as error:

@@ -99,7 +99,8 @@ def train(
         data = processes.on_all(lambda: load(chosen.dataset, data_dir, quiet))
         folder = out or Path("runs") / chosen.name(data.fingerprint)
         session = RunSession(data, data_dir, quiet, logs, processes=processes)
-        if resume and not RunFolder(folder).exists:
+        files = RunFolder(folder)
+        if resume and not (files.exists or files.leftovers):
             session.console.print(
                 f"No run to continue in {folder}; starting a new one.", soft_wrap=True
             )

@@ -123,6 +123,20 @@ class RunFolder:
         """True if the folder has a run."""
         return (self.path / "config.json").is_file()
 
+    @property
+    def leftovers(self) -> list[str]:
+        """The files of a run whose `config.json` is missing."""
+        names = ("checkpoint.pt", "metrics.jsonl")
+        return [] if self.exists else [name for name in names if (self.path / name).is_file()]
+
+    def check_described(self) -> None:
+        """Raise a RunError if the folder has files of a run, but not the description of it."""
+        if self.leftovers:
+            raise RunError(
+                f"{self.path} has {' and '.join(self.leftovers)} of a run, but its config.json is "
+                "missing. Put it back, or choose another folder (--out)."
+            )
+
     def description(self) -> dict[str, Any]:
         """Return the content of `config.json`: `config`, `data` and `environment`.
 

@@ -118,6 +118,7 @@ def run(
 
 def _finished(files: RunFolder, description: Mapping[str, Any], resume: bool) -> RunResult | None:
     """Return the run in the folder if it is finished; None if it is to be trained."""
+    files.check_described()
     if not files.exists:
         return None
     if not resume:
