@@ -124,8 +124,10 @@ def test_the_verdict_names_who_is_ahead() -> None:
     quick = ran("adam", [0.0, 1.0, 2.5], [9.0, 6.0, 4.0])
     gone = ran("muon", [0.0, 1.0, 2.0], [9.0, 3.0, math.nan], diverged=True)
     assert verdict([slow, quick]) == (
-        "By the epoch LocoProp is ahead: 1.0 after 2 epochs. "
-        "By the clock Adam is ahead: 4.0 after 2.5 s."
+        "By the epoch LocoProp is ahead: train loss 1.0 after 2 epochs. "
+        "By the clock Adam is ahead: 4.0 after 2.5 s, when Adam ends."
     )
     assert "By the epoch LocoProp" in verdict([slow, quick, gone])
-    assert "By the clock LocoProp is ahead: 5.0 after 2.0 s." in verdict([slow, quick, gone])
+    assert "By the clock LocoProp is ahead: 5.0 after 2.0 s, when Muon ends." in verdict(
+        [slow, quick, gone]
+    )

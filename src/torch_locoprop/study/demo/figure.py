@@ -25,15 +25,17 @@ COLUMNS = 16
 
 
 def verdict(results: Sequence[RunResult]) -> str:
-    """Return who has the lowest train loss after all epochs, and when the first method has ended."""
+    """Return who has the lowest train loss after all epochs, and at the end of the shortest run."""
     epochs = results[0].config.epochs
     best = ranked(results)[0]
-    seconds = min(each.metrics[-1].seconds for each in results)
+    first = min(results, key=lambda each: each.metrics[-1].seconds)
+    seconds = first.metrics[-1].seconds
     quick = min(results, key=lambda each: _loss_after(each, seconds))
     return (
-        f"By the epoch {label(best.config.method)} is ahead: {best.metrics[-1].train_loss:.1f} after "
-        f"{epochs} epochs. By the clock {label(quick.config.method)} is ahead: "
-        f"{_loss_after(quick, seconds):.1f} after {seconds:.1f} s."
+        f"By the epoch {label(best.config.method)} is ahead: train loss "
+        f"{best.metrics[-1].train_loss:.1f} after {epochs} epochs. "
+        f"By the clock {label(quick.config.method)} is ahead: {_loss_after(quick, seconds):.1f} "
+        f"after {seconds:.1f} s, when {label(first.config.method)} ends."
     )
 
 
