@@ -178,6 +178,21 @@ def test_layers_of_width_zero(case: dict[str, Any], shape: tuple[int, ...]) -> N
 
 
 @WIDTH_ZERO
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_layer_with_nothing_to_train(case: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(6, 0, bias=False), nn.Linear(0, 3, bias=False), nn.Linear(3, 2))
+    own = {} if "preset" in case else {"variant": "locoprop-m"}
+    opt = LocoProp(model.double(), **{**own, "lr": 1e-3, "output_transfer": "linear", **case})
+    before = weights(model)
+    for seed in range(2):
+        model(batch(9, 6, seed=seed)).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    assert not torch.equal(before[-1], weights(model)[-1])
+    assert not any(opt.skipped_updates.values())
+
+
+@WIDTH_ZERO
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
 def test_the_local_problem_of_a_layer_without_inputs(variant: str) -> None:
     """All rows are equal: five local iterations equal those of a vector."""

@@ -141,9 +141,10 @@ class _Iterate:
         self._change = torch.zeros_like(self._a0)  # of the pre-activations
         self._residual = torch.zeros_like(self._a0)  # its change since the start
         self._velocity: tuple[Tensor, Tensor] | None = None  # of the displacement, and of the rows
-        outputs = self._first[..., :1, 0] if self._is_one else self._first[..., 0]
-        self._count = self._scale = torch.ones_like(outputs)
-        self._momentum = torch.zeros_like(outputs)
+        *leading, d, _ = self._first.shape
+        outputs = (*leading, min(d, 1) if self._is_one else d)
+        self._count = self._scale = self._first.new_ones(outputs)
+        self._momentum = self._first.new_zeros(outputs)
 
     def advance(self, inverse: Tensor, *, last: bool) -> None:
         """Take one iteration.
