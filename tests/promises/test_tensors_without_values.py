@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,6 +22,8 @@ OPTIONS: list[dict[str, Any]] = [
     *({"variant": variant, "solver": "rmsprop"} for variant in VARIANTS),
     *({"variant": "locoprop-m", "solver": solver} for solver in (*FIRST_ORDER, "exact")),
     {"variant": "locoprop-s", "solver": "exact"},
+    {"variant": "locoprop-m", "solver": "preconditioned"},
+    *({"preset": preset, "diagnose": True} for preset in ("general", "spectral")),
     {"variant": "locoprop-s", "solver": Exact(decay=0.9, every=2, damping=0.1)},
     {"variant": "locoprop-m", "cap": 1.0, "gate": True},
     {"variant": "locoprop-m", "max_rows": 2},
@@ -75,6 +78,8 @@ def test_locoprop(mode: str, options: dict[str, Any]) -> None:
     assert isinstance(opt, LocoProp)
     assert not any(opt.skipped_updates.values())
     opt.summary()
+    if options.get("diagnose"):
+        assert all(math.isnan(row.displacement) for row in opt.diagnostics())
 
 
 @EACH

@@ -12,6 +12,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
+from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.measurements import Measurements
 
@@ -48,14 +49,14 @@ class LayerDiagnostics:
     def of(
         cls, layer: str, numbers: Mapping[str, Tensor | float], counts: Mapping[str, Tensor | int]
     ) -> LayerDiagnostics:
-        """Return the diagnostics of a layer, with all numbers on the host.
+        """Return the diagnostics of a layer, with all numbers on the host; NaN where one has no value.
 
         Args:
             layer: the layer's name.
             numbers: what the last step measured, by field name.
             counts: how many steps were gated, capped and skipped so far.
         """
-        values: dict[str, Any] = {name: float(value) for name, value in numbers.items()}
+        values: dict[str, Any] = {name: _number(value) for name, value in numbers.items()}
         values |= {name: int(counts.get(name, 0)) for name in ("gated", "capped", "skipped")}
         return cls(layer, **values)
 
@@ -67,6 +68,10 @@ class LayerDiagnostics:
             for field in fields(self)
             if field.name not in ("layer", *unknown)
         }
+
+
+def _number(value: Tensor | float) -> float:
+    return math.nan if isinstance(value, Tensor) and not has_values(value) else float(value)
 
 
 # The columns of the table, which has to fit into 80 characters.
