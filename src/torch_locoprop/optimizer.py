@@ -128,7 +128,7 @@ class LocoProp(WithParamGroups):
         self._given = Given(given, preset)
         defaults = self._components.check(resolved(given, preset) | BOOKKEEPING)
         solver = self._components.solver(defaults)
-        warn_of_unused(given, solver)
+        warn_of_unused(given, solver, defaults["solver"])
         self._plan_fallback(solver, defaults)
         groups = [{"params": list(model.parameters())}] if param_groups is None else [*param_groups]
         checked = [self._checked(BOOKKEEPING | self._given.group(group)) for group in groups]

@@ -53,6 +53,9 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ),
     ({"solver": "exact", "variant": "pocoprop-s"}, "has no closed form"),
     ({"solver": "exact", "variant": "pocoprop-m"}, "has no closed form"),
+    ({"preset": "general", "variant": "pocoprop-m"}, "no closed form for solver='general'"),
+    ({"preset": "general", "every": 2}, "Invalid every=2 with solver='general'"),
+    ({"preset": "general", "gate": True}, "solver='general' does not"),
     ({"solver": "exact", "regularizer": "l1"}, "needs a first-order solver"),
     ({"variant": "natural-s"}, "draws labels from the model's predictive distribution"),
     ({"variant": "natural-s", "output_transfer": "tanh"}, "draws labels from"),
@@ -155,6 +158,17 @@ def test_a_step_that_recorded_nothing(case: str) -> None:
     with pytest.raises(RuntimeError, match=r"Call loss.backward\(\) before step\(\)"):
         opt.step()
     assert_close(weights(model), before, 0.0)
+
+
+def test_gradients_that_were_put_into_grad_are_among_the_reasons() -> None:
+    model, x = network(), batch(5, 6)
+    opt = LocoProp(model)
+    loss = cross_entropy(model(x), x[:, :3])
+    own = list(model.parameters())
+    for p, gradient in zip(own, torch.autograd.grad(loss, own), strict=True):
+        p.grad = gradient
+    with pytest.raises(RuntimeError, match=r"torch\.autograd\.grad and put into \.grad"):
+        opt.step()
 
 
 def test_natural_targets_need_the_model_itself_to_be_called() -> None:

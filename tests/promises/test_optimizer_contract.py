@@ -182,6 +182,20 @@ def test_summary_tells_of_modules_that_came_and_went() -> None:
     assert total == "5 modules; 59 of 80 parameters in local problems"
 
 
+def test_parameters_that_came_before_the_first_step_are_told() -> None:
+    """As in fine-tuning, when the head is replaced after the optimizer was made."""
+    model, opt = make()
+    step(model, opt)
+    model, opt = make()
+    model[4] = nn.Linear(4, 3).double()
+    model.append(nn.LayerNorm(3).double())
+    model.append(nn.LayerNorm(3).double().requires_grad_(False))
+    with pytest.warns(UserWarning, match="'4', '5' got parameters after this optimizer") as told:
+        step(model, opt)
+    assert told[0].filename == __file__
+    step(model, opt)  # a second warning would be an error
+
+
 def test_the_public_names_are_attributes_of_the_package() -> None:
     names = "baselines losses regularizers solvers targets transfers variants LocoProp Variant"
     names += " Guards TrainingStep functional"

@@ -167,13 +167,18 @@ def test_a_state_of_another_fallback_is_refused() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     state = LocoProp(model, fallback=lambda p: torch.optim.SGD(p, lr=0.1)).state_dict()
     opt = LocoProp(model, fallback=torch.optim.AdamW)
-    with pytest.raises(ValueError, match=r"fallback of type SGD, .* has a AdamW"):
+    with pytest.raises(ValueError, match=r"fallback of type SGD, .* is of type AdamW"):
         opt.load_state_dict(state)
     assert opt.param_groups[1]["lr"] == 1e-3
 
 
 def test_a_state_of_another_optimizer_is_refused() -> None:
     model, opt = make({"lr": 1e-3})
+    for other in ({}, model.state_dict()):
+        with pytest.raises(
+            ValueError, match=r"not the state dict of an optimizer.*opt\.state_dict"
+        ):
+            opt.load_state_dict(other)
     with pytest.raises(ValueError, match="not the state dict of a LocoProp optimizer"):
         opt.load_state_dict(torch.optim.AdamW(model.parameters()).state_dict())
     assert opt.param_groups[0]["lr"] == 1e-3

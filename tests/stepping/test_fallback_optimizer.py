@@ -62,6 +62,12 @@ def test_a_default_fallback_comes_with_a_warning() -> None:
     assert all(not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
+def test_the_warning_counts_one_parameter_as_one() -> None:
+    model = nn.Sequential(nn.Embedding(4, 3), nn.Linear(3, 3))
+    with pytest.warns(UserWarning, match="^1 parameter has no local problem and gets AdamW"):
+        LocoProp(model)
+
+
 def test_schedulers_and_zero_grad_reach_the_fallback() -> None:
     model, opt = make()
     scheduler = lr_scheduler.ExponentialLR(opt, 0.5)

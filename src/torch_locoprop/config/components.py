@@ -64,13 +64,13 @@ class Components:
         if not solver.serves(variant.loss):
             served = [repr(name) for name, each in VARIANTS.items() if solver.serves(each.loss)]
             raise ValueError(
-                f"Variant {variant.name!r} has no closed form for solver={solver.name!r}. Use a "
+                f"Variant {variant.name!r} has no closed form for solver={group['solver']!r}. Use a "
                 f"first-order solver, or variant={', '.join(served)}."
             )
         if solver.closed_form and type(self.regularizer(group)) not in (Regularizer, L2):
             raise ValueError(
                 f"regularizer={group['regularizer']!r} needs a first-order solver, not "
-                f"solver={solver.name!r}."
+                f"solver={group['solver']!r}."
             )
         if group["gram"] != "full":
             self._check_structure(group)
@@ -101,12 +101,12 @@ class Components:
         if group["gate"] or (group["cap"] is not None and group["cap_by"] == "backprop"):
             raise ValueError(
                 "gate=True and cap_by='backprop' depend on gamma and on the scale of the loss, and "
-                "solver='spectral' does not. Leave them out, or use a first-order solver."
+                f"solver={group['solver']!r} does not. Leave them out, or use a first-order solver."
             )
         if group["every"] != 1:
             raise ValueError(
-                f"Invalid every={group['every']} with solver='spectral', all of whose steps are alike. "
-                "To renew XᵀX in every k-th step, pass solver=Spectral(every=k)."
+                f"Invalid every={group['every']} with solver={group['solver']!r}, all of whose steps "
+                "are alike. To renew XᵀX in every k-th step, pass solver=Spectral(every=k)."
             )
         if self.variant(group).output_by_gradient_descent:
             raise ValueError(

@@ -125,8 +125,8 @@ def check_structure(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     fallback = saved.get("fallback", here["fallback"])
     if fallback != here["fallback"]:
         raise ValueError(
-            f"The state dict has the state of a fallback of type {fallback}, and this optimizer has a "
-            f"{here['fallback']}. Give the same fallback= as before."
+            f"The state dict has the state of a fallback of type {fallback}, and this optimizer's is "
+            f"of type {here['fallback']}. Give the same fallback= as before."
         )
 
 

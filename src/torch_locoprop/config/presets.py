@@ -128,13 +128,13 @@ class Given:
         return resolved({**self.settings, **own}, preset)
 
 
-def warn_of_unused(given: Mapping[str, Any], solver: Solver) -> None:
-    """Warn of settings that the user has given and that the solver does not use."""
+def warn_of_unused(given: Mapping[str, Any], solver: Solver, name: str) -> None:
+    """Warn of settings that the user has given and that the solver, of this name, does not use."""
     unused = [n for n, value in given.items() if n in solver.ignores and value != DEFAULTS[n]]
     if unused:
         warnings.warn(
             f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with "
-            f"solver={solver.name!r}.",
+            f"solver={name!r}.",
             stacklevel=3,
         )
 

@@ -115,7 +115,8 @@ def footer(modules: int, layers: Iterable[LayerRecord], model: nn.Module, skippe
     local = sum(p.numel() for layer in layers for p in layer.trained)
     total = sum(p.numel() for p in model.parameters())
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    text = f"{modules} modules; {local:,} of {total:,} parameters in local problems"
+    count = f"{modules} module{'' if modules == 1 else 's'}"
+    text = f"{count}; {local:,} of {total:,} parameters in local problems"
     text += f"; {frozen:,} not trained" if frozen else ""
     return text + (f"; {skipped} updates skipped as not finite" if skipped else "")
 

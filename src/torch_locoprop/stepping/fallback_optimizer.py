@@ -123,7 +123,9 @@ def check_recorded(layers: Iterable[LayerRecord]) -> None:
             "(5) The backward pass ran inside a compiled function, which runs no hooks. Compile the "
             "model, or the computation of the loss, and call backward() and step() outside. "
             "(6) A zero-bubble schedule of torch.distributed.pipelining computes weight gradients "
-            "without hooks. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
+            "without hooks. Use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B. "
+            "(7) Gradients were computed by torch.autograd.grad and put into .grad. Call "
+            "loss.backward()."
         )
 
 
@@ -160,10 +162,13 @@ def make_fallback(
         if trained:
             how = f"AdamW(lr={rate:g})"
             if moved := sum(p.requires_grad for p in matrices):
-                how += f"; {moved} of them are matrices and take spectral steps without inputs"
+                matrix = "are matrices and take" if moved > 1 else "is a matrix and takes"
+                how += f"; {moved} of them {matrix} spectral steps without inputs"
+            has = "parameters have" if trained > 1 else "parameter has"
+            gets = "get" if trained > 1 else "gets"
             warnings.warn(
-                f"{trained} parameters have no local problem and get {how}. Pass "
-                "fallback= to choose another optimizer. print(opt.summary()) lists these parameters.",
+                f"{trained} {has} no local problem and {gets} {how}. Pass fallback= to choose another "
+                "optimizer. print(opt.summary()) lists what it trains.",
                 stacklevel=4,
             )
         if matrices:

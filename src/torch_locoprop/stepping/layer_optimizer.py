@@ -23,7 +23,7 @@ from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
 from torch_locoprop.recording.local_layer import check_intact
 from torch_locoprop.recording.loss_terms import LossTerms
-from torch_locoprop.recording.model_scan import check_complete, scan
+from torch_locoprop.recording.model_scan import check_complete, newcomers, scan
 from torch_locoprop.recording.transfer_assignment import (
     contradiction,
     decide_all,
@@ -179,6 +179,13 @@ class LayerOptimizer(WithStateDict, Joins):
             if not self._plan.of(layer).needs_output:
                 layer.drop_outputs()
 
+    def _warn_of_added(self) -> None:
+        """Warn of modules with gradients that the model did not have when the optimizer was made."""
+        new = [] if self._is_sharded else newcomers(self._model, self._layers, self._unserved)
+        names = [each.name for each in new if any(p.grad is not None for p in each.parameters)]
+        if names:
+            self._notices.added(names)
+
     def _warn_of_first_step(self) -> None:
         """Read what the first step did in each layer, and warn if it is out of range."""
         for group in self._local_groups():
@@ -200,6 +207,7 @@ class LayerOptimizer(WithStateDict, Joins):
         if device.type in graphs.DEVICE_TYPES and graphs.is_recording():
             return  # the host cannot read the counters now
         if self._local_groups()[0]["steps"] == 1:
+            self._warn_of_added()
             self._warn_of_first_step()
         counters = {
             layer.name: layer.counts["skipped"]

@@ -34,6 +34,14 @@ class Notices:
             "a layer takes one BackProp step now, and keeps copies of its inputs from now on.",
         )
 
+    def added(self, modules: Iterable[str]) -> None:
+        """Warn that modules with gradients were added to the model after the optimizer was made."""
+        self.once(
+            "added",
+            f"{_quoted(modules)} got parameters after this optimizer was made, which does not train "
+            "them. Make the optimizer when the model is complete.",
+        )
+
     def hidden(self, layers: Iterable[str]) -> None:
         """Warn that layers are called where their rows cannot be recorded."""
         self.once(
@@ -123,7 +131,8 @@ class Notices:
             "terms",
             'local_reduction="mean" divides a summed loss by the number of its terms. That number is '
             "not known, because what the model returns is not the output of one layer with a local "
-            "problem, or several losses are summed. The sum is used without a division. Use a loss "
+            "problem, several losses are summed, or classes have weights. The sum is used without a "
+            "division. Use a loss "
             'with reduction="mean", or pass one of PyTorch\'s loss modules, called once in each '
             "backward pass, as loss_fn=.",
         )

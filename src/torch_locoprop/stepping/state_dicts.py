@@ -27,6 +27,11 @@ class WithStateDict(WithFallback):
 
     def _check_loadable(self, state_dict: Mapping[str, Any]) -> None:
         """Raise if a state dict is not that of an optimizer made like this one."""
+        if not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError(
+                "This is not the state dict of an optimizer: it has no 'state' and 'param_groups'. "
+                "Pass what opt.state_dict() returned."
+            )
         outer = saved_outer(state_dict)
         if (outer is None) != (self._outer is None):
             raise ValueError(
