@@ -60,6 +60,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 KINDS = [
     *("sequence", "sequence and sharded", "tensor", "tensor and sharded"),
+    "sequence, compiled",
     *("sequence and sharded, replicated", "sequence and sharded, exchanging weights"),
 ]
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"  # not in all versions of PyTorch
@@ -78,6 +79,9 @@ def _mesh(kind: str) -> DeviceMesh:
 def _divided(kind: str, mesh: DeviceMesh) -> Transformer:
     """Return the model, divided among the processes of a mesh."""
     model = parallel(transformer(), mesh["tensor"], sequence="sequence" in kind)
+    if "compiled" in kind:
+        torch.compiler.reset()
+        model.compile(backend="aot_eager")  # type: ignore[no-untyped-call]
     if "sharded" not in kind:
         return model
     if "replicate()" in kind:

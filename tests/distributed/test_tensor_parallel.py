@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import processes
+import pytest
 import torch
 from sharded_cases import DEFAULT, EXACT, SPECTRAL, M, S, outer
 from torch import Tensor, nn
@@ -45,6 +46,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "frozen bias": DEFAULT,
     "frozen weight": M,
 }
+# By torch.compile; the first one in `make test`.
+COMPILED = ("M", "S", "closed form", "default", "accumulated M")
 SHAPES = {"rows": (12, 6), "sequences": (3, 4, 6)}
 
 
@@ -77,12 +80,17 @@ def _as_local(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
     return found
 
 
-def train(model: nn.Sequential, name: str, shape: tuple[int, ...]) -> LocoProp:
+def train(
+    model: nn.Sequential, name: str, shape: tuple[int, ...], *, compiled: bool = False
+) -> LocoProp:
     """Take three steps."""
     settings = {"output_transfer": "sigmoid", **SETTINGS[name]}
     if name.startswith("frozen"):
         getattr(model[2], name.split()[1]).requires_grad_(False)
     opt = LocoProp(model, fallback=lambda p: AdamW(p, lr=1e-2), **settings)
+    if compiled:
+        torch.compiler.reset()
+        model.compile(backend="aot_eager")  # type: ignore[no-untyped-call]
     numbers = torch.Generator().manual_seed(1)
     for _ in range(3):
         batch = torch.rand(*shape, generator=numbers).double()
@@ -93,16 +101,16 @@ def train(model: nn.Sequential, name: str, shape: tuple[int, ...]) -> LocoProp:
     return opt
 
 
-def _in_a_process(rank: int, folder: Path, world: int) -> None:
+def _in_a_process(rank: int, folder: Path, world: int, runs: list[tuple[str, str, bool]]) -> None:
     found: dict[str, list[Tensor]] = {}
-    for name in SETTINGS:
-        for shape, sizes in SHAPES.items():
-            model = parallel(network(), world)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("error", message=".*drift apart.*")
-                opt = train(model, name, sizes)
-            assert opt.summary().count("locoprop") == 4
-            found[f"{name}, {shape}"] = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
+    for name, shape, compiled in runs:
+        model = parallel(network(), world)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*drift apart.*")
+            opt = train(model, name, SHAPES[shape], compiled=compiled)
+        assert opt.summary().count("locoprop") == 4
+        assert "BackProp" not in opt.summary()
+        found[f"{name}, {shape}, {compiled}"] = [p.full_tensor() for p in model.parameters()]  # type: ignore[attr-defined]
     if rank == 0:
         torch.save(found, folder / "found.pt")
     _check_counts(rank, world)
@@ -139,13 +147,29 @@ def _expected(name: str, world: int, rank: int, step: int) -> Traffic:
     return total
 
 
-def test_processes_with_parallel_layers_are_one_process(tmp_path: Path) -> None:
-    processes.run(_in_a_process, 2, tmp_path, 2)
+EAGER = [(name, shape, False) for name in SETTINGS for shape in SHAPES]
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [*EAGER, (COMPILED[0], "sequences", True)],
+        pytest.param(
+            [(name, shape, True) for name in COMPILED for shape in SHAPES],
+            marks=pytest.mark.distributed,
+        ),
+    ],
+    ids=["some", "compiled"],
+)
+def test_processes_with_parallel_layers_are_one_process(
+    runs: list[tuple[str, str, bool]], tmp_path: Path
+) -> None:
+    processes.run(_in_a_process, 2, tmp_path, 2, runs)
     found = torch.load(tmp_path / "found.pt")
-    assert len(found) == 2 * len(SETTINGS)
+    assert len(found) == len(runs)
     wrong = {}
     for run, tensors in found.items():
-        name, shape = run.split(", ")
+        name, shape, _ = run.split(", ")
         model = network()
         train(model, name, SHAPES[shape])
         for p, several, before in zip(

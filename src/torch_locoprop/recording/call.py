@@ -41,6 +41,7 @@ class CompiledCall(NamedTuple):
     mark: Mark
     graph: CompiledGraph
     number: int  # counts the calls of all compiled graphs
+    features: int | None = None  # of the output, if this process has some of them only
 
 
 class Call(NamedTuple):

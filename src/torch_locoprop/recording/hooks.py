@@ -225,7 +225,9 @@ class ModelHooks:
             # With the eager backend the running node is the layer's own, not that of the graph.
             mark = node_marks.running_mark()
             mark = None if mark is call.mark else mark
-            recorded = Call(x.clone(), call.mark, g.shape, g=kept, compiled=call, graph_mark=mark)
+            own, features = g.shape, call.features
+            whole = own if features is None else torch.Size((*own[:-1], features))
+            recorded = Call(x.clone(), call.mark, whole, g=kept, compiled=call, graph_mark=mark)
             recorded = recorded._replace(
                 g_norm=gradient_norm(g) if "g_norm" in layer.needs else None
             )

@@ -24,13 +24,14 @@ from torch._dynamo.comptime import ComptimeContext, comptime
 from torch.autograd.graph import Node
 from torch.nn import functional
 
+from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.layers import layer_kind
-from torch_locoprop.layers.base import call_inputs, joined_inputs
+from torch_locoprop.layers.base import call_inputs, is_distributed, joined_inputs
 from torch_locoprop.recording import node_marks, transfer_detection, weak_hook
 from torch_locoprop.recording.call import CompiledCall, CompiledGraph
 from torch_locoprop.recording.local_layer import COMPUTED
 from torch_locoprop.recording.node_marks import LAYER_INPUT, MODEL_OUTPUT, Mark
-from torch_locoprop.recording.transfer_assignment import NESTED
+from torch_locoprop.recording.transfer_assignment import DIVIDED, NESTED
 
 
 @dataclass(eq=False)
@@ -40,6 +41,7 @@ class CallSite:
     module: weakref.ref[nn.Module]
     mark: Mark
     graph: CompiledGraph
+    features: int | None = None  # of the output, if this process has some of them only
 
 
 _call_sites: dict[int, CallSite] = {}  # of living modules, by the number in the compiled graph
@@ -99,8 +101,29 @@ def _trace_layer(
     site = _new_call_site(key)
     weight = module.weight  # noqa: F841
     comptime(_note_call_site)
+    if is_distributed(out):
+        comptime(_note_placements)
+        return _tapped_parts(out, inputs[0], site)
     tapped, _ = torch.ops.torch_locoprop.tap(out, joined_inputs(inputs).detach(), site)
     return tapped  # type: ignore[no-any-return]
+
+
+def _tapped_parts(out: Any, x: Any, site: int) -> Tensor:
+    """Insert the operator after the part of a layer's output, a DTensor, that this process has."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate() if each.is_partial() else each for each in out.placements]
+    part = out.to_local(grad_placements=placements)
+    rows = x.to_local() if is_distributed(x) else x
+    tapped, _ = torch.ops.torch_locoprop.tap(part, rows.detach(), site)
+    return DTensor.from_local(
+        tapped,
+        out.device_mesh,
+        out.placements,
+        run_check=False,
+        shape=out.shape,
+        stride=out.stride(),
+    )
 
 
 def _tensors(output: object) -> list[Tensor]:
@@ -178,6 +201,18 @@ def _note_layer(context: ComptimeContext) -> None:
     graph.layers.add(module)
     for hooks in weak_hook.watchers_of(module):
         hooks.compiled_graphs.add(graph)
+
+
+def _note_placements(context: ComptimeContext) -> None:
+    x, out = _fake(context, "x"), _fake(context, "out")
+    if out.shape != out.to_local().shape:
+        _call_sites[context.get_local("site").as_python_constant()].features = out.shape[-1]
+    module = weak_hook.hooked_module(context.get_local("key").as_python_constant())
+    assert module is not None
+    for hooks in weak_hook.watchers_of(module):
+        layer = hooks.layers.get(module)
+        if layer is not None and layer.shards is not None and is_distributed(x):
+            layer.obstacle = layer.obstacle or ("" if layer.shards.are_known(x) else DIVIDED)
 
 
 def _note_nested(context: ComptimeContext) -> None:
@@ -259,7 +294,8 @@ def _fake(context: ComptimeContext, name: str) -> Any:
 
 def _graph(fake: Any) -> CompiledGraph:
     """Return the compiled graph that is being traced: each has its own mode of fake tensors."""
-    return _graphs.setdefault(fake.fake_mode, CompiledGraph())
+    part: Any = local(fake)
+    return _graphs.setdefault(part.fake_mode, CompiledGraph())
 
 
 def _search_from_graph_outputs(module: torch.fx.GraphModule, graph: CompiledGraph) -> None:
@@ -311,7 +347,7 @@ def _record(g: Tensor, x: Tensor, call: Tensor, site: int) -> Tensor:
     module = None if called is None else called.module()
     if called is not None and module is not None:
         for hooks in weak_hook.watchers_of(module):
-            compiled_call = CompiledCall(called.mark, called.graph, int(call))
+            compiled_call = CompiledCall(called.mark, called.graph, int(call), called.features)
             hooks.record_compiled(module, x, g, compiled_call)
     return g.clone()
 
