@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -34,6 +35,7 @@ from traffic import check_counts, check_images
 
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
+from torch_locoprop.solvers import Spectral
 from torch_locoprop.stepping import divided_polar
 from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, WHOLE
 
@@ -83,6 +85,46 @@ def _train_all(rank: int, folder: Path, world: int) -> None:
     if world == 3:
         check_counts(rank, world)
         check_images(rank, world)
+        _matrices_without_inputs(rank, world)
+
+
+class Attention(nn.Module):
+    """Attention whose matrices the default fallback moves by spectral steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(torch.tanh(self.attention(x, x, x, need_weights=False)[0]))
+        return out
+
+
+def _matrices_without_inputs(rank: int, world: int) -> None:
+    """The default fallback does in several processes what it does in one."""
+    names = ("attention.in_proj_weight", "attention.out_proj.weight", "head.weight", "head.bias")
+    found: dict[bool, dict[str, Tensor]] = {}
+    for alone in (True, False):
+        torch.manual_seed(0)
+        model: nn.Module = Attention().double()
+        if not alone:
+            fully_shard(model.attention)
+            fully_shard(model)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*no local problem")
+            opt = LocoProp(model, output_transfer="linear", solver=Spectral(agreement=0.5))
+        assert "SpectralAdamW" in opt.summary()
+        numbers = torch.Generator().manual_seed(1)
+        share = slice(None) if alone else slice(2 * rank, 2 * rank + 2)
+        for _ in range(4):
+            x = torch.rand(2 * world, 5, 8, generator=numbers).double()[share]
+            (model(x) - x).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        found[alone] = dict(zip(dict(model.named_parameters()), whole_tensors(model), strict=True))
+    for name in names:
+        torch.testing.assert_close(found[False][name], found[True][name], rtol=0, atol=1e-10)
 
 
 def _exchanging_weights() -> AbstractContextManager[object]:

@@ -86,6 +86,19 @@ def shards_of(module: nn.Module, managed: Mapping[nn.Parameter, Any]) -> Shards 
     return kind(mesh, tuple(divided), tuple(range(data)), weight.shape[0], own)
 
 
+def row_shards(matrix: Any) -> Shards | None:
+    """Return the shards of a matrix that processes divide by rows; None if they divide it otherwise.
+
+    Args:
+        matrix: a DTensor.
+    """
+    placements = matrix.placements
+    if any(_is_strided(each) or _dimension(each) not in (None, 0) for each in placements):
+        return None
+    divided = tuple(i for i, each in enumerate(placements) if _dimension(each) == 0)
+    return Shards(matrix.device_mesh, divided, divided, matrix.shape[0], {"weight": matrix})
+
+
 def _are_served(weight: Any, data: int) -> bool:
     """Return True if a weight is divided in a way that has a local problem.
 
