@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -25,28 +25,20 @@ from torch import Generator, Tensor, nn
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.machine import (
-    forget_peak,
-    matmul_precision,
-    memory_mib,
-    own_randomness,
-)
+from torch_locoprop.study.machine import matmul_precision, own_randomness
 from torch_locoprop.study.models import architectures
-from torch_locoprop.study.training import schedules
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.matrix_updates import UPDATES, Passes
-from torch_locoprop.study.training.population_run import transfers_of
+from torch_locoprop.study.training.members import Members
+from torch_locoprop.study.training.population_run import Stop, transfers_of
 from torch_locoprop.study.training.run_folder import Metrics
-from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
+from torch_locoprop.study.training.runner import check_data, epoch_seed
 
 NUMBERS = ("lr", "momentum", "decay", "eps", "damping", "clip")
 """The settings in which members may differ, besides the weight decay."""
 
 ROWS = 10_000
 """Images evaluated at a time, divided among the members."""
-
-Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
-"""From the members' new lines of the metrics to the members that are to end early."""
 
 
 def is_supported(config: RunConfig) -> bool:
@@ -92,13 +84,12 @@ def train_together(
     return [tuple(rows) for rows in training.metrics]
 
 
-class Training:
-    """The members on their device, and the metrics so far."""
+class Training(Members):
+    """A population whose layers are stacked matrices."""
 
     def __init__(self, configs: Sequence[RunConfig], data: Dataset) -> None:
-        self.config = config = configs[0]
-        self.device = torch.device(config.device)
-        self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
+        super().__init__(configs, data)
+        config = self.config
         self.transfers = transfers_of(config)
         models = [architectures.build(c.model, c.transfer, c.seed).to(self.device) for c in configs]
         self.layers = _stacked(models)
@@ -108,32 +99,11 @@ class Training:
             len(self.layers),
         )
         self.seeds = [c.seed for c in configs]
-        self.members = list(range(len(configs)))  # that still train
-        self.rate = schedules.rate(
-            config.schedule,
-            epochs=config.epochs,
-            warmup_epochs=config.warmup_epochs,
-            steps=math.ceil(len(self.train) / config.batch_size),
-        )
-        self.metrics: list[list[Metrics]] = [[] for _ in configs]
-        self.epochs = 0
-        forget_peak(self.device)
 
-    def continue_without(self, ended: Collection[int]) -> bool:
-        """Drop these members and the diverged ones; return whether there is an epoch to train."""
-        stay = [
-            place
-            for place, member in enumerate(self.members)
-            if member not in ended and not self.metrics[member][-1].diverged
-        ]
-        if not stay or self.epochs == self.config.epochs:
-            return False
-        if len(stay) < len(self.members):
-            index = torch.tensor(stay, device=self.device)
-            self.layers = [{name: t[index] for name, t in layer.items()} for layer in self.layers]
-            self.update.keep(index)
-            self.members = [self.members[place] for place in stay]
-        return True
+    def keep(self, places: list[int]) -> None:
+        index = torch.tensor(places, device=self.device)
+        self.layers = [{name: t[index] for name, t in layer.items()} for layer in self.layers]
+        self.update.keep(index)
 
     def epoch(self) -> dict[int, Metrics]:
         """Train for one epoch and return each member's line of the metrics."""
@@ -152,17 +122,7 @@ class Training:
     def evaluate(self, seconds: float) -> dict[int, Metrics]:
         """Return the next lines of the metrics; `seconds` is each member's share of the time."""
         found = torch.stack([self._losses(images) for images in (self.train, self.test)]).tolist()
-        memory = memory_mib(self.device)
-        lines = {}
-        for member, train_loss, test_loss in zip(self.members, *found, strict=True):
-            rows = self.metrics[member]
-            first = rows[0].train_loss if rows else train_loss
-            diverged = not train_loss <= DIVERGED * first or not math.isfinite(train_loss)
-            before = rows[-1].seconds if rows else 0.0
-            line = Metrics(len(rows), train_loss, test_loss, before + seconds, memory, diverged)
-            rows.append(line)
-            lines[member] = line
-        return lines
+        return self.noted(*found, seconds, [False] * len(self.members))
 
     def _order(self, seed: int) -> Tensor:
         generator = Generator().manual_seed(epoch_seed(seed, self.epochs))

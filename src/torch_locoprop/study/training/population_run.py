@@ -27,17 +27,13 @@ from torch_locoprop.solvers import SOLVERS, FirstOrder
 from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.machine import (
-    forget_peak,
-    matmul_precision,
-    memory_mib,
-    own_randomness,
-)
+from torch_locoprop.study.machine import matmul_precision, own_randomness
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.members import Members
 from torch_locoprop.study.training.population import NUMBERS, GraphedPopulation, Method, Population
 from torch_locoprop.study.training.run_folder import Metrics
-from torch_locoprop.study.training.runner import DIVERGED, check_data, epoch_seed
+from torch_locoprop.study.training.runner import check_data, epoch_seed
 
 Stop = Callable[[Mapping[int, Metrics]], Collection[int]]
 """Takes the new metrics by member; returns the members that end here."""
@@ -102,42 +98,25 @@ def train_together(
     with matmul_precision(configs[0].precision), own_randomness(configs[0].device):
         training = _Training(configs, method, data)
         ended: Collection[int] = on_epoch(training.evaluate(0.0))
-        while training.go_on_without(ended):
+        while training.continue_without(ended):
             ended = on_epoch(training.epoch())
     return [tuple(rows) for rows in training.metrics]
 
 
-class _Training:
-    """A population on its device, and the metrics of its members so far."""
+class _Training(Members):
+    """A population on its device, which is replayed as a CUDA graph on a GPU."""
 
     def __init__(self, configs: Sequence[RunConfig], method: Method, data: Dataset) -> None:
-        self.config = config = configs[0]
-        self.device = torch.device(config.device)
-        self.train, self.test = (images.to(self.device) for images in (data.train, data.test))
+        super().__init__(configs, data)
+        config = self.config
         model = config.build_model().to(self.device)
         population = Population(
             [model] * len(configs), transfers_of(config), method, [numbers_of(c) for c in configs]
         )
         self.steps = GraphedPopulation(population, self.train, config.batch_size)
-        self.members = list(range(len(configs)))  # that still train, in the population's order
-        self.rate = config.rate(len(self.train))
-        self.metrics: list[list[Metrics]] = [[] for _ in configs]
-        self.epochs = 0
-        forget_peak(self.device)
 
-    def go_on_without(self, ended: Collection[int]) -> bool:
-        """Drop these members and diverged ones; return True if an epoch is left to train."""
-        stay = [
-            place
-            for place, member in enumerate(self.members)
-            if member not in ended and not self.metrics[member][-1].diverged
-        ]
-        if not stay or self.epochs == self.config.epochs:
-            return False
-        if len(stay) < len(self.members):
-            self.steps.keep(stay)
-            self.members = [self.members[place] for place in stay]
-        return True
+    def keep(self, places: list[int]) -> None:
+        self.steps.keep(places)
 
     def epoch(self) -> dict[int, Metrics]:
         """Train for the next epoch and return the metrics of each member."""
@@ -166,20 +145,9 @@ class _Training:
         broken = self._broken()
         ended = torch.zeros_like(broken) if still is None else still.to(broken.dtype)
         found = torch.stack([*self._losses(), broken, ended]).tolist()  # the one synchronisation
-        memory = memory_mib(self.device)
-        lines = {}
-        for member, train_loss, test_loss, no_number, stuck in zip(
-            self.members, *found, strict=True
-        ):
-            rows = self.metrics[member]
-            loss = math.nan if no_number else train_loss
-            first = rows[0].train_loss if rows else loss
-            diverged = bool(stuck) or not loss <= DIVERGED * first or not math.isfinite(loss)
-            before = rows[-1].seconds if rows else 0.0
-            line = Metrics(len(rows), loss, test_loss, before + seconds, memory, diverged)
-            rows.append(line)
-            lines[member] = line
-        return lines
+        train, test, no_number, stuck = found
+        losses = [math.nan if none else loss for loss, none in zip(train, no_number, strict=True)]
+        return self.noted(losses, test, seconds, stuck)
 
     def _losses(self) -> list[Tensor]:
         return [self.steps.population.losses(images) for images in (self.train, self.test)]
