@@ -121,8 +121,9 @@ class Training(Members):
 
     def evaluate(self, seconds: float) -> dict[int, Metrics]:
         """Return the next lines of the metrics; `seconds` is each member's share of the time."""
-        found = torch.stack([self._losses(images) for images in (self.train, self.test)]).tolist()
-        return self.noted(*found, seconds, [False] * len(self.members))
+        found = torch.stack([self._losses(images) for images in (self.train, self.test)])
+        train_losses, test_losses = found.tolist()
+        return self.noted(train_losses, test_losses, seconds, [0.0] * len(self.members))
 
     def _order(self, seed: int) -> Tensor:
         generator = Generator().manual_seed(epoch_seed(seed, self.epochs))
