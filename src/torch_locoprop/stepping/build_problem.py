@@ -16,7 +16,7 @@ from torch_locoprop.config.groups import Group
 from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.fisher import running_average, second_moment
-from torch_locoprop.paper.gram import FULL, Gram
+from torch_locoprop.paper.gram import FULL, Gram, RowUse
 from torch_locoprop.paper.local_problem import Before, LocalProblem
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording import row_gradients
@@ -24,7 +24,7 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import gram_of_calls, row_weight
 from torch_locoprop.solvers import Numbers
 from torch_locoprop.solvers.base import States
-from torch_locoprop.stepping.layer_part import Part
+from torch_locoprop.stepping.layer_part import Inputs, Part
 from torch_locoprop.stepping.method import Method, problems_before
 from torch_locoprop.stepping.requirements import changed
 
@@ -68,12 +68,10 @@ def local_problem(
         part: the part of a sharded layer that this process solves.
     """
     group, tensors = group_of[layer.given[0]], layer.tensors
-    kind, x = layer.kind if part is None else part.kind, layer.inputs()
+    kind = layer.kind if part is None else part.kind
     use = layer.row_use(trained)
-    if isinstance(x, Gram) and not x.serves(use, layer.like):
-        raise changed(layer, "its inputs, of which only a summary was kept")
+    x, weight, linear_map = _inputs(layer, trained, method, group, use, part)
     mean = group["local_reduction"] == "mean"
-    of_each = 1 / max(layer.row_count, 1) if mean else 1.0
     scale = (-1 if group["maximize"] else 1) / (loss_terms if mean else 1)
     facts = layer.shared_facts
     exchange = Exchange(facts, mean) if isinstance(facts, SharedFacts) else None
@@ -88,15 +86,6 @@ def local_problem(
     }
     base = start if relative else {}
     start = {name: torch.zeros_like(t) for name, t in start.items()} if relative else start
-    weight: float | Tensor = of_each
-    linear_map = kind.linear_map
-    if part is not None:
-        x, weight, linear_map = part.inputs(layer, method, group, x, trained)
-    elif use is not None and use.is_any and use.structure != FULL and layer.calls:
-        if not isinstance(x, Gram):
-            x = gram_of_calls(layer, layer.calls, use.dtype(layer.like), use.structure)
-    elif any(call.kept is not None for call in layer.calls):
-        weight = row_weight(layer, of_each)
     return LocalProblem(
         linear_map=linear_map,
         x=x,
@@ -127,6 +116,42 @@ def local_problem(
         structure=None if use is None or use.structure == FULL else use.structure,
         number=problems_before(group),
     )
+
+
+def _inputs(
+    layer: LayerRecord,
+    trained: Mapping[str, nn.Parameter],
+    method: Method,
+    group: Group,
+    use: RowUse | None,
+    part: Part | None,
+) -> Inputs:
+    """Return the layer's inputs as its problem has them: the rows, XᵀX, or those of all processes.
+
+    Args:
+        layer: the record of the layer.
+        trained: its tensors that have a gradient.
+        method: how its problem is formed.
+        group: the group of its weight.
+        use: what the step needs of the rows; None: possibly all of them.
+        part: the part of a sharded layer that this process solves.
+
+    Raises:
+        RuntimeError: if the step needs rows that were not kept, because settings have changed.
+    """
+    x = layer.inputs()
+    if isinstance(x, Gram) and not x.serves(use, layer.like):
+        raise changed(layer, "its inputs, of which only a summary was kept")
+    if part is not None:
+        return part.inputs(layer, method, group, x, trained)
+    mean = group["local_reduction"] == "mean"
+    weight: float | Tensor = 1 / max(layer.row_count, 1) if mean else 1.0
+    if use is not None and use.is_any and use.structure != FULL and layer.calls:
+        if not isinstance(x, Gram):
+            x = gram_of_calls(layer, layer.calls, use.dtype(layer.like), use.structure)
+    elif any(call.kept is not None for call in layer.calls):
+        weight = row_weight(layer, weight)
+    return Inputs(x, weight, layer.kind.linear_map)
 
 
 def row_factor(layer: LayerRecord, group: Group, loss_terms: float) -> float:

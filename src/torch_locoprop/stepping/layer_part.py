@@ -39,7 +39,7 @@ EXCHANGES_WEIGHTS = "exchanges weights in each iteration"
 
 
 class Inputs(NamedTuple):
-    """The inputs of a sharded layer as its problem has them."""
+    """The inputs of a layer as its problem has them."""
 
     x: Any  # as linear_map takes them, or their Gram
     row_weight: float | Tensor
