@@ -84,9 +84,9 @@ class LocoProp(WithParamGroups):
             trains the others too, and needs no ``fallback``. Schedules of this optimizer's
             lr scale the learning rates of ``outer``; the local problem keeps the lr given here. If
             schedules of two groups differ, ``outer`` needs two groups as well.
-        fallback: makes the optimizer of parameters without a local problem. Without it they get
-            AdamW and a warning; its rate is a third of lr with the spectral step, else 1e-3. Its groups
-            follow the local ones in ``param_groups``.
+        fallback: makes the optimizer of parameters without a local problem. Without this argument
+            they get AdamW, with a warning, at a third of lr with the spectral step, else at 1e-3. Its
+            groups follow the local ones in ``param_groups``.
         param_groups: as in ``torch.optim``: a part of the model, or other settings for some layers.
             Every setting below may be given in a group.
         {settings}

@@ -118,8 +118,8 @@ class TrainingStep:
     def _trains_all(self, parameters: Sequence[Tensor]) -> bool:
         """Return True if the optimizer has all parameters that get a gradient.
 
-        A replay writes gradients where they were when it was recorded. Those that ``zero_grad`` of
-        another optimizer has set to None since would be lost.
+        A replay writes gradients where they were when it was recorded. Gradients that ``zero_grad``
+        of another optimizer has set to None since then would be lost.
         """
         own = set(parameters)
         return all(p in own for m in self._modules() for p in m.parameters() if p.requires_grad)
@@ -199,8 +199,8 @@ class TrainingStep:
     def _work_now(self, parameters: Sequence[Tensor]) -> list[object]:
         """Return a key of what a step does now; a recording whose key differs is stale.
 
-        A CUDA graph reads and writes fixed addresses. It keeps the settings, the modes of the modules
-        and the precision of products that it was recorded with.
+        A CUDA graph reads and writes fixed addresses. The CUDA graph keeps the settings, the modes of
+        the modules and the precision of products that it was recorded with.
         """
         device = parameters[0].device.type
         key: list[object] = [

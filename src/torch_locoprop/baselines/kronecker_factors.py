@@ -34,9 +34,10 @@ def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor
 def damped_inverses(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:
     """Return the inverses of :func:`damped_factors`, which are finite if A and D are.
 
-    A and D are positive semidefinite up to rounding. If the ridge is smaller than the rounding error, a
-    damped factor may have no Cholesky factor. Its inverse is then computed from its eigenvalues, with
-    those below the ridge set to it: in exact arithmetic there are none.
+    A and D are positive semidefinite up to rounding. If the ridge is smaller than the rounding error,
+    a damped factor may have no Cholesky factor. The inverse of such a factor is computed from its
+    eigenvalues. Eigenvalues below the ridge, which do not exist in exact arithmetic, are replaced by
+    the ridge.
 
     Args:
         A: ``[..., n, n]``.
@@ -68,8 +69,9 @@ def clip_scale(directions: list[Tensor], gradients: list[Tensor], lr: float, cli
     """Return the factor ``min(1, √(clip / (lr² Σ ⟨direction, G⟩)))`` for the steps of all layers.
 
     ``⟨direction, G⟩`` is the squared norm of a layer's direction in the metric of the Fisher matrix.
-    With damping near the precision of the dtype, it may round below zero. Its magnitude is then that
-    of the rounding error, which counts as length: a direction of rounding errors is clipped too.
+    With damping near the precision of the dtype, it may round below zero. The magnitude of the
+    product is then the size of the rounding error and counts as length, so that a direction of
+    rounding errors is clipped too.
 
     Args:
         directions: ``D⁻¹ G A⁻¹`` of each layer.

@@ -90,8 +90,8 @@ def check_agreement(layer: str, groups: Sequence[Group], components: Components)
 def check_division(saved: Iterable[Group], here: Iterable[Group]) -> None:
     """Raise ``ValueError`` if a state dict's groups do not correspond to those of this optimizer.
 
-    They correspond if they have as many parameters each, and are trained by the same optimizers: local
-    problems, the fallback or an outer optimizer.
+    Two groups correspond if they have the same number of parameters and are trained by the same
+    optimizer: local problems, the fallback or an outer optimizer.
 
     Args:
         saved: the groups of the state dict.

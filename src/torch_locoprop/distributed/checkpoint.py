@@ -1,8 +1,8 @@
 """Checkpoints of :mod:`torch.distributed.checkpoint` that were cut off while they were written.
 
-This package saves and loads nothing itself: PyTorch's tools do. They write the file ``.metadata`` last,
-so a new folder without it was cut off. A folder that is written to twice has it all the time; give each
-checkpoint a folder of its own.
+This package does not save or load checkpoints itself; PyTorch's tools do. These tools write the file
+``.metadata`` last, so a new folder without this file was not written to its end. A folder that is
+written to twice has the file all the time: give each checkpoint a folder of its own.
 """
 
 from __future__ import annotations

@@ -166,7 +166,8 @@ def polar_factors(
 def same_inputs() -> Traffic:
     """Return LocoProp-S or -M, or a closed form, where all processes have the same input rows.
 
-    This is tensor parallelism. Its spectral step is :func:`spectral` without renewals of XᵀX.
+    All processes have the same input rows in tensor parallelism. The spectral step of tensor
+    parallelism is :func:`spectral` without renewals of XᵀX.
     """
     return _finite()
 

@@ -72,7 +72,7 @@ class Joined(Iterate):
 def fits(problem: LocalProblem) -> bool:
     """Return True if :class:`Joined` can compute the gradients of a problem on the CPU.
 
-    It is faster if a matrix product has :data:`LARGE` multiplications.
+    :class:`Joined` is faster if a matrix product has at least :data:`LARGE` multiplications.
     """
     weight, x = problem.start.get("weight"), problem.x
     if SWITCHED_OFF or weight is None or weight.dim() != 2 or problem.structure is not None:
@@ -91,7 +91,7 @@ def fits(problem: LocalProblem) -> bool:
 def _by_rows(problem: LocalProblem, start: Tensor) -> Callable[[Tensor], Tensor]:
     """Return a function of ``[W b]``: the gradient minus that at the start, from rows.
 
-    It computes ``(f(a) − f(a₀))ᵀ[X 1]``.
+    The function computes ``(f(a) − f(a₀))ᵀ[X 1]``.
     """
     transfer = transfer_of(problem)
     assert transfer is not None
@@ -104,7 +104,7 @@ def _by_rows(problem: LocalProblem, start: Tensor) -> Callable[[Tensor], Tensor]
 def _by_gram(problem: LocalProblem, gram: Gram) -> Callable[[Tensor], Tensor]:
     """Return a function of the displacement ``Δ`` of ``[W b]``: the gradient minus that at the start.
 
-    It computes ``Δ [X 1]ᵀ[X 1]``.
+    The function computes ``Δ [X 1]ᵀ[X 1]``.
     """
     n, biases = len(gram.square), len(problem.start) - 1
     square = gram.square.new_zeros(_columns(n + biases), _columns(n + biases))

@@ -9,8 +9,8 @@ kernels run. A CUDA graph launches all of them at once, but it reads and writes 
   most inputs and gradients at the same addresses as the pass before, and the CUDA graph reads them
   there. The others are copied to fixed addresses.
 
-These classes know no layers and no settings: a :class:`Work` describes what a step does. It is made in
-``stepping/graph_work.py``.
+These classes know no layers and no settings: a :class:`Work`, which is made in
+``stepping/graph_work.py``, describes what a step does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Recording(Generic[T]):
     """One CUDA graph of work on the current device.
 
     Args:
-        work: the work to record. It is not run: call :meth:`replay`.
+        work: the work to record. The recording does not run the work: call
+            :meth:`replay`.
         priority: the priority of the stream that records.
 
     Attributes:

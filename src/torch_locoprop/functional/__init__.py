@@ -1,8 +1,8 @@
 """The mathematics of LocoProp as functions of tensors, for engines that own their training loop.
 
-All functions are pure: they change no argument, keep nothing, and do not wait for a device. They take
-stacked matrices of any floating dtype, and compile with ``torch.compile(fullgraph=True)``. The layout
-is the same in all of them:
+All functions are pure: they change no argument, keep nothing, and do not wait for a device. The
+functions take stacked matrices of any floating dtype, and compile with
+``torch.compile(fullgraph=True)``. The layout is the same in all of them:
 
 - ``grad``, ``[..., d, n]``: the gradient of a weight W, or of the joint matrix ``[W b]``, whose last
   column is the bias.

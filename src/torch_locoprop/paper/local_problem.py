@@ -177,8 +177,8 @@ class LocalProblem:
     def through_gram(self, local_steps: int) -> Gram | None:
         """Return the Gram matrix if local iterations can use it and are cheaper with it.
 
-        That needs a quadratic loss. With rows on other processes it is the Gram matrix of all rows,
-        with their weights.
+        Only a quadratic loss can use it. If other processes have rows of the problem, the result is the
+        Gram matrix of the rows of all processes, with their weights.
 
         Args:
             local_steps: number of local iterations.

@@ -15,15 +15,15 @@ mean for each output that would serve, so that a part of the bound is the slope 
 
     D(W̃ + p) ≤ D(W̃) + ⟨∇D, p⟩ + ½⟨p, P p⟩ = D(W̃) − (η − η²/2) ⟨∇D, P⁻¹∇D⟩ ≤ D(W̃) .
 
-It does not even pass the minimum along p: with the mean Hessian ``H ≤ P`` between the two points,
+The step does not even pass the minimum along p: with the mean Hessian ``H ≤ P`` between the two points,
 
     ⟨∇D(W̃ + p), p⟩ = ⟨∇D(W̃) + H p, p⟩ = −⟨P p, p⟩/η + ⟨H p, p⟩ ≤ 0 .
 
 **Check.** With the mean of f', which is smaller and makes longer steps, that inequality may fail, and
-so it may with momentum. As D is convex, a step d with ``⟨∇D(W̃ + t d), d⟩ ≤ 0`` has not raised the loss
-anywhere up to t. Pre-activations change linearly with t, so this slope is a sum of elementwise work
-over the rows, and other t can be tried without a product with the inputs. It needs no value of F, whose
-differences would be lost in rounding.
+so it may with momentum. As D is convex, a step d with ``⟨∇D(W̃ + t d), d⟩ ≤ 0`` has not raised the
+loss anywhere up to t. Pre-activations change linearly with t, so this slope is a sum of elementwise
+work over the rows, and other t can be tried without a product with the inputs. The check needs no
+value of F, whose differences would be lost in rounding.
 
 **Learning rate.** Where iterations have lowered the loss from ``D(W)`` to ``D(W + Δ)``, convexity gives
 ``D(W + ηΔ) ≤ (1 − η) D(W) + η D(W + Δ) ≤ D(W)`` for 0 ≤ η ≤ 1: any part of the way lowers it too.

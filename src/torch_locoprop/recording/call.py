@@ -119,7 +119,7 @@ class Call(NamedTuple):
     def identity(self) -> tuple[int, CompiledCall | None]:
         """A key of the forward call, equal in all backward passes through it.
 
-        It is valid as long as a :class:`Call` of that forward call exists.
+        The key is valid as long as a :class:`Call` of that forward call exists.
         """
         return id(self.mark), self.compiled
 

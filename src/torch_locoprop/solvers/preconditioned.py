@@ -44,8 +44,9 @@ WITHOUT_ROWS = 0.01  # step of a layer without rows, relative to the norm of its
 class Preconditioned(Solver):
     """Take preconditioned steps that never raise the local loss, as ``solver="preconditioned"``.
 
-    Three or four iterations come closer to the solution of a LocoProp-M problem than ten of RMSProp. It
-    solves all variants with a convex local loss: LocoProp-S and -M, natural LocoProp-S and ProxProp.
+    Three or four iterations come closer to the solution of a LocoProp-M problem than ten of RMSProp.
+    This solver serves all variants with a convex local loss: LocoProp-S and -M, natural LocoProp-S
+    and ProxProp.
 
     The learning rate is the part of the way from the weights to the local solution that a step takes:
     1 takes all of it, and schedules lower it from there. How far away the solution is depends on
@@ -53,8 +54,8 @@ class Preconditioned(Solver):
     regularizer, the local loss never rises, up to rounding.
 
     Args:
-        damping: λ relative to the mean diagonal of C. It belongs to the preconditioner and not to the
-            problem: a larger one makes for slower iterations along inputs that vary little.
+        damping: λ relative to the mean diagonal of C. λ is a number of the preconditioner, not of
+            the problem: a larger λ makes iterations slower along inputs that vary little.
         slope: ``"mean"`` divides by the mean slope of the transfer over the rows. ``"bound"`` divides
             by its largest slope, with which every full step without momentum provably lowers the loss.
             It needs a transfer whose slope is bounded.
@@ -198,7 +199,7 @@ class _Iterate:
     def _slope(self, step: Tensor, rows: Tensor, residual: Tensor) -> Tensor:
         """Return the slope of the local loss along a step, where the residuals have changed so far.
 
-        It has a margin for the rounding of its two terms, which cancel at the minimum.
+        The slope includes a margin for the rounding of its two terms, which cancel at the minimum.
         """
         at_start = (self._first * step).sum(-1)
         since = self._problem.sum_of_rows(residual * rows)

@@ -101,8 +101,8 @@ def is_capturable(
 ) -> bool:
     """Return True if a whole training step can be one CUDA graph, whatever the number of the step.
 
-    This needs first-order solvers or the spectral step, all rows in every step, and only components of
-    this library: a user's component may make decisions on the host.
+    Such a recording needs first-order solvers or the spectral step, all rows in every step, and only
+    components of this library: a user's component may make decisions on the host.
     """
     if any(group["every"] != 1 or group["max_rows"] is not None for group in groups):
         return False

@@ -1,8 +1,8 @@
 """Guards against local solutions that overshoot: ``cap=`` limits their length, ``gate=`` rejects them.
 
-Both act on the displacement of one layer, and both are off by default. The cap scales weight and
-bias by one common factor. This keeps the direction of the displacement, along which a convex local
-loss still decreases, and lets a bias near zero move as far as the weight allows.
+Both guards act on the displacement of one layer, and both are off by default. The cap scales weight
+and bias by one common factor. A common factor keeps the direction of the displacement, along which a
+convex local loss still decreases, and lets a bias near zero move as far as the weight allows.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ OuterFactory = Callable[[list[nn.Parameter]], Optimizers] | Optimizers
 class Outer:
     """One or several optimizers that train the parameters of all local problems.
 
-    An optimizer that the user has made may train the ``rest`` too, and there is no fallback then. It
-    need not have parameters that are frozen.
+    An optimizer that the user has made may train the ``rest`` too, and there is no fallback then.
+    Frozen parameters may be missing in it.
 
     Args:
         factory: the user's ``outer=``.

@@ -1,6 +1,6 @@
 """Tells layers and hooks what to record for the next step.
 
-This is done for each new plan, and after each step of a plan that is not steady
+Requirements are set for each new plan, and after each step of a plan that is not steady
 (:attr:`~.method.Plan.is_steady`). What a step needs of the rows is :meth:`~.method.Plan.use_of_rows`.
 """
 

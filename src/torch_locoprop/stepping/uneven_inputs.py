@@ -1,7 +1,7 @@
 """Processes with unequal numbers of batches: the optimizer inside of DDP's context ``Join``.
 
-A process that has run out of batches takes the steps of the others, with their gradients and without
-rows of its own. Its weights and states therefore stay equal to theirs.
+A process that has run out of batches takes the same steps as the other processes: with their
+gradients and without rows of its own. So all processes keep the same weights and states.
 """
 
 from __future__ import annotations

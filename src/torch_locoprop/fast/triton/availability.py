@@ -46,9 +46,10 @@ def _has_triton() -> bool:
 def precision() -> str:
     """Return Triton's name for the precision of matrix products.
 
-    It is "tf32" if the user allows TF32. Otherwise it is "tf32x3" on GPUs with TF32: three products in
-    TF32 are far faster than one in float32, and their error, 4e-7 of the result for 1000 terms, is
-    between that of float32 summed in blocks and summed term by term. On other devices it is "ieee".
+    The precision is "tf32" if the user allows TF32. Otherwise it is "tf32x3" on GPUs with TF32: three
+    products in TF32 are far faster than one in float32, and their error, 4e-7 of the result for 1000
+    terms, is between that of float32 summed in blocks and summed term by term. On other devices it is
+    "ieee".
     """
     if not torch.cuda.is_available() or torch.version.hip or _lacks_tf32():
         return "ieee"
@@ -63,7 +64,8 @@ def has_bf16() -> bool:
 def can_use_descriptors(*matrices: Tensor) -> bool:
     """Return True if kernels can load tiles of these matrices by tensor descriptors.
 
-    That needs a GPU with the instruction for it, and rows that begin at multiples of 16 bytes.
+    Tensor descriptors need a GPU with the instruction for them, and rows that begin at multiples of
+    16 bytes.
     """
     return (INTERPRETED or _has_descriptors(torch.cuda.current_device())) and all(
         t.data_ptr() % 16 == 0 and t.shape[-1] * t.element_size() % 16 == 0 for t in matrices

@@ -254,8 +254,8 @@ def step(
       mean pre-activation (:func:`mean_displacement`).
 
     BY_GRAM, other programs still read W and b, so the new ones are written to other memory. For the
-    next step's u each program also writes its part of the new ``W Xᵀ1``. It is computed from W in
-    float32: the terms of u nearly cancel, so that a rounded W would leave few correct digits.
+    next step's u each program also writes its part of the new ``W Xᵀ1``. This part is computed from W
+    in float32: the terms of u nearly cancel, so that a rounded W would leave few correct digits.
 
     With ROUNDS, W is also written in the dtype of the factors. The LAST step adds the start, and sets
     ``ok`` of member k to 0 if a result is not finite.
