@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.equal_budgets import plan, study, summary, trials, workers
+from torch_locoprop.study.equal_budgets import plan, reach, study, summary, trials, workers
 from torch_locoprop.study.equal_budgets.study import How, Study, StudyDescription, stored
 from torch_locoprop.study.equal_budgets.task_study import Budget, SearchImages, TaskStudy
 from torch_locoprop.study.figures.images import Images
@@ -125,7 +125,7 @@ def test_diverged_trials_count_and_a_method_without_any_other_ends(tmp_path: Pat
 
 
 def result(task: TaskStudy, trial: dict[str, Any], loss: float | None, test: float = 1.0) -> None:
-    """Store a result without training."""
+    """Store a result without training; the loss is halfway down after the first of two epochs."""
     second = "held_out" if trial["stage"] == "search" else "test"
     line = {
         **trial,
@@ -134,6 +134,7 @@ def result(task: TaskStudy, trial: dict[str, Any], loss: float | None, test: flo
         f"{second}_loss": None if loss is None else test,
         "diverged": loss is None,
         "seconds": 3.0,
+        "train": [] if loss is None else [100.0, (100.0 + loss) / 2, loss],
         "wall": 4.0,
         "config": {"epochs": 2},
     }
@@ -150,10 +151,62 @@ def test_the_table_has_both_winners_with_their_spread(tmp_path: Path) -> None:
         if trial["method"] == "adam":
             result(own, trial, 50.0 + 2 * trial["seed"], test=70.0 + trial["seed"])
     first, second = summary.rows(own)
-    assert first[:5] == ["adam", "51.00 ± 1.41", "70.50 ± 0.71", "70.50 ± 0.71", "3.0"]
+    train, test = "51.00 ± 1.41", "70.50 ± 0.71"
+    assert first[:6] == ["adam", train, test, train, test, "3.0"]
     assert second[:2] == ["muon", "0 trials so far"], "never unequal budgets in one table"
     assert summary.with_spread([1.0, None]) == "1 of 2 diverged"
     assert summary.with_spread([1.0]) == "1.00"
+
+
+def finished(folder: Path, losses: dict[str, tuple[float, float]]) -> TaskStudy:
+    """A task whose methods have one trial, and these train losses at the two seeds of the winner."""
+    own = Study(folder, mini.description(1, methods=tuple(losses))).tasks[0]
+    for trial in own.next_trials():
+        result(own, trial, 50.0)
+    for trial in own.next_trials():
+        loss = losses[trial["method"]][trial["seed"]]
+        result(own, trial, loss, test=100.0 - loss)
+    return own
+
+
+def test_epochs_and_seconds_to_losses_near_the_lowest(tmp_path: Path) -> None:
+    """Muon ends at 40 on average, so the targets are 48, 44, 42 and 40.8."""
+    own = finished(tmp_path, {"adam": (43.0, 47.5), "muon": (40.0, 40.0)})
+    head, _, *rows = [x for x in summary.table(own).splitlines() if x.startswith("| ")][-4:]
+    assert head == (
+        "| method | train loss 48.00 | train loss 44.00 | train loss 42.00 | train loss 40.80 |"
+    )
+    reached = "2.0 ± 0.0: 3.0 ± 0.0 s"
+    assert rows == [
+        f"| muon | {' | '.join([reached] * 4)} |",
+        f"| adam | {reached} | – | – | – |",
+    ]
+
+
+def test_the_profile_is_over_tasks_that_all_methods_have_finished(tmp_path: Path) -> None:
+    outcomes = {
+        "one": summary.summary(
+            finished(tmp_path / "1", {"adam": (50.0, 50.0), "muon": (40.0, 40.0)})
+        ),
+        "two": summary.summary(
+            finished(tmp_path / "2", {"adam": (30.0, 30.0), "muon": (31.0, 31.0)})
+        ),
+    }
+    text = reach.profile_table(outcomes)
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert rows[:3] == [
+        "| Train loss | within 1 % | within 2 % | within 5 % | within 10 % | within 20 % "
+        "| within 50 % | within 100 % |",
+        "| muon | 1 of 2 | 1 of 2 | 2 of 2 | 2 of 2 | 2 of 2 | 2 of 2 | 2 of 2 |",
+        "| adam | 1 of 2 | 1 of 2 | 1 of 2 | 1 of 2 | 1 of 2 | 2 of 2 | 2 of 2 |",
+    ]
+    assert rows[4].startswith("| adam | 1 of 2"), (
+        "by test loss adam is first: 50 and 70 of 60 and 69"
+    )
+    assert text.endswith("Tasks: one, two. Means over the seeds, divided by the lowest mean.\n")
+    unfinished = [{**row, "winners": {}} for row in outcomes["two"] if row["method"] == "adam"]
+    assert reach.profile_table({**outcomes, "three": unfinished}) == ""
+    assert reach.profile_table({"one": outcomes["one"]}) == ""
 
 
 def test_populations_and_runs_alone_agree(tmp_path: Path) -> None:

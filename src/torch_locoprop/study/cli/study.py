@@ -294,7 +294,7 @@ def _tell(study: Study, as_json: bool) -> None:
     console = Console()
     for task in study.tasks:
         console.print(_outcome(task))
-        text = f"With settings and edges: {task.folder / 'table.md'}"
+        text = f"With both winners and their settings: {task.folder / 'table.md'}"
         console.print(text, highlight=False, soft_wrap=True)
     left = sum(each.left for each in study.plan("cpu", lambda config, images: math.nan))
     if left:
@@ -306,10 +306,11 @@ def _outcome(task: TaskStudy) -> Table:
     budget = task.budget
     title = f"{task.name}, {budget.trials} trials of each method, seeds {_words(budget.seeds)}"
     table = Table("method", title=title, title_justify="left")
-    for heading in ("train", "test", "test, by held-out", "seconds"):
+    shown = ("train", "test", "test, by held-out", "seconds")
+    for heading in shown:
         table.add_column(heading, justify="right")
     for row in summary.rows(task):
-        table.add_row(*row[:5])
+        table.add_row(row[0], *(row[summary.HEAD.index(heading)] for heading in shown))
     return table
 
 

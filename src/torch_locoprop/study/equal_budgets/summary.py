@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
+from torch_locoprop.study.equal_budgets import reach
 from torch_locoprop.study.equal_budgets.task_study import WINNERS, TaskStudy
 from torch_locoprop.study.equal_budgets.trial_table import edges
 from torch_locoprop.study.equal_budgets.trials import Line
@@ -14,6 +15,7 @@ HEAD = (
     "method",
     "train",
     "test",
+    "train, by held-out",
     "test, by held-out",
     "seconds",
     "settings",
@@ -76,14 +78,15 @@ def rows(study: TaskStudy) -> list[list[str]]:
 
 
 def table(study: TaskStudy) -> str:
-    """Return the outcome as a table in Markdown."""
-    rule = ["---", *["---:"] * 4, "---", "---"]
+    """Return the outcome as Markdown: a table of losses, and one of epochs to low losses."""
+    rule = ["---", *["---:"] * 5, "---", "---"]
     text = "\n".join("| " + " | ".join(row) + " |" for row in (HEAD, rule, *rows(study)))
-    budget = study.budget
+    budget, reached = study.budget, reach.reach_table(study, summary(study))
     return (
         f"{text}\n\n{budget.trials} trials of each method. Mean ± standard deviation of "
         f"{len(budget.seeds)} seeds of the trial with the lowest train loss, trained on all training "
-        "images; the column by held-out is of the trial with the lowest loss on the held-out images.\n"
+        "images; the columns by held-out are of the trial with the lowest loss on the held-out "
+        "images.\n" + (f"\n{reached}" if reached else "")
     )
 
 
@@ -93,6 +96,7 @@ def _cells(method: str, by_train: dict[str, Any], by_held_out: dict[str, Any]) -
         method,
         with_spread(by_train["train"]),
         with_spread(by_train["test"]),
+        with_spread(by_held_out["train"]),
         with_spread(by_held_out["test"]),
         f"{by_train['seconds']:.1f}",
         ", ".join(f"{name} {value:.4g}" for name, value in settings),
