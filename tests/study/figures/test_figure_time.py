@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.figures import captions, time_to_loss, timings
+from torch_locoprop.study.figures import captions, run_library, time_to_loss, timings
 from torch_locoprop.study.figures.loss_lines import Drawn
 from torch_locoprop.study.figures.time_to_loss import Reached
 from torch_locoprop.study.training import runner
@@ -155,3 +155,16 @@ def test_it_has_all_methods_with_runs_and_timings(tmp_path: Path) -> None:
     assert "| SGD |" not in caption
     assert "Made by: `locoprop figure time-to-loss`" in caption
     assert "## Deep autoencoder" in caption, "all tasks of this scale are the same one"
+
+
+def test_a_timing_may_have_more_epochs_but_not_fewer(tmp_path: Path) -> None:
+    config = small.SCALE.series("standard", "adam").config
+    images = small.IMAGES.load("curves")
+    for epochs in (2, 5):
+        alone = replace(config, epochs=epochs)
+        runner.run(alone, tmp_path / "runs" / "timings" / f"{epochs}", data=images)
+    order = small.order(tmp_path)
+    library = run_library.Library(order.folders, order.images, order.place)
+    wanted = timings.timing_config(config, 40)
+    assert wanted.epochs == 3
+    assert [each.config.epochs for each in library.timings(wanted)] == [5]

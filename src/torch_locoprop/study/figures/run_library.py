@@ -103,9 +103,10 @@ class Library:
         return any(True for _ in self._like(config))
 
     def timings(self, config: RunConfig) -> list[Found]:
-        """Return the finished runs that timed the configuration."""
+        """Return the finished runs that timed the configuration, for as many epochs or more."""
         key = timing_key(self.place.on(config), self.place) + TIMINGS
-        return [each for each in self._of(key, config) if each.result.finished]
+        finished = [each for each in self._of(key, config) if each.result.finished]
+        return [each for each in finished if each.config.epochs >= config.epochs]
 
     def folder_for(self, config: RunConfig) -> Path:
         """Return the folder for a run: that of its unfinished run, or a new one."""
@@ -147,8 +148,11 @@ class Library:
 
 
 def timing_key(config: RunConfig, place: Place) -> str:
-    """Return a key that is equal for runs that take the same time: numbers and seed do not matter."""
-    return place.key(replace(without_numbers(config), seed=0))
+    """Return a key that is equal for runs whose epochs take the same time, whatever their number is.
+
+    The numbers among the settings and the seed do not matter either.
+    """
+    return place.key(replace(without_numbers(config), epochs=1, seed=0))
 
 
 def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:

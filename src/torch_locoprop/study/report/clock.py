@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from torch_locoprop.study.figures.run_library import Found, Place, timing_key
 from torch_locoprop.study.figures.timings import Clock, of_one_machine
@@ -40,6 +39,5 @@ def _found(run: Run) -> Found | None:
 
 
 def _key(found: Found) -> str:
-    """Return a key that is equal for a run and its timing, which may differ in epochs."""
-    config = replace(found.config, epochs=1)
-    return timing_key(config, Place()) + json.dumps(found.data.get("fingerprint"))
+    """Return a key that is equal for a run and its timing."""
+    return timing_key(found.config, Place()) + json.dumps(found.data.get("fingerprint"))
