@@ -2,12 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import small
 from drawn import found, line
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.lines import Line2D
 
 from torch_locoprop.study import methods
@@ -88,6 +90,24 @@ def test_what_has_no_point_is_said() -> None:
         2: "not timed",
     }
     assert [text.get_text() for text in second.texts] == ["not run", "not run"]
+
+
+@pytest.mark.parametrize("slower", [2.0, 10.0, 100.0, 1e4])
+def test_numbers_of_the_axis_are_apart(slower: float) -> None:
+    rows = [row("adam", FAST, seconds=1.0), row("muon", FAST, seconds=slower)]
+    tasks = {"standard": rows, "deep": rows, "wide": rows}
+    figure = time_to_loss.draw(tasks, TARGETS, "title", "")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(renderer)
+    for axes in figure.axes:
+        low, high = axes.get_xlim()
+        numbers = [
+            tick.label1.get_window_extent(renderer)
+            for tick in axes.xaxis.get_major_ticks()
+            if low <= tick.get_loc() <= high
+        ]
+        assert len(numbers) >= 2
+        assert all(a.x1 + 2 < b.x0 for a, b in pairwise(numbers))
 
 
 def test_the_table_has_steps_and_seconds_with_their_spread() -> None:

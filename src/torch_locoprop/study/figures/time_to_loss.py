@@ -252,9 +252,15 @@ def _panel(
         return
     low, high = axes.get_xlim()
     axes.set_xlim(low, high * (high / low) ** WORDS)
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.xaxis.set_major_locator(LogLocator(subs=_ticks(axes)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _ticks(axes: Axes) -> tuple[int, ...]:
+    """Return the ticks of a decade: fewer where the panel has more decades."""
+    low, high = axes.get_xlim()
+    return (1, 2, 3, 5) if high < 20 * low else (1, 2, 5) if high < 300 * low else (1,)
 
 
 def _points(axes: Axes, row: int, own: Reached, targets: Sequence[float]) -> float | None:
