@@ -212,6 +212,9 @@ def test_labels_at_the_ends_of_the_random_numbers(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.zeros(shape))
     found = sampled_output_gradient(transfers.get("sigmoid"), a, torch.Generator())
     assert torch.equal(found, torch.zeros(2, 3))
+    a = torch.tensor([[-1000.0, 0.0, 0.0]])
+    found = sampled_output_gradient(transfers.get("softmax"), a, torch.Generator())
+    assert found.tolist() == [[0.0, -0.5, 0.5]]
     almost_one = 1 - 2.0**-24  # the largest number that torch.rand returns in float32
     monkeypatch.setattr(torch, "rand", lambda shape, **_: torch.full(shape, almost_one))
     logits = torch.randn(4000, 1, 5)

@@ -61,11 +61,12 @@ def test_the_first_gradient_is_left_as_it_was() -> None:
 
 
 def test_products_that_are_not_known_make_sums_unknown() -> None:
-    x = torch.ones(3, 1)
+    x = torch.ones(3, 2)
     known, unknown = Gram.of(x), Gram.unknown(x, 4)
-    assert known.is_known  # of a single column too
+    assert known.is_known
+    assert Gram.of(x[:, :1]).is_known
     assert not unknown.is_known
-    assert (known + known).square.tolist() == [[6.0]]
+    assert (known + known).square.tolist() == [[6.0, 6.0], [6.0, 6.0]]
     for both in (known + unknown, unknown + known, unknown + unknown):
         assert not both.is_known
         assert both.square.shape == (0, 0)

@@ -155,10 +155,16 @@ def test_the_rows_of_all_processes_decide_for_each_population() -> None:
     """The rows are the last dimension but one, whatever stands before them."""
     stacked = {name: t.expand(3, *t.shape) for name, t in problem().start.items()}
     for rows in range(1, 20):
-        own = problem(rows, others=cast(Any, Twice(rows)), start=stacked)
-        own = replace(own, x=own.x.expand(3, rows, N))
-        for steps in (2, 5):
-            assert (own.through_gram(steps) is not None) == saves(2 * rows, steps - 1)
+        for processes in (1, 2):
+            own = problem(rows, start=stacked)
+            own = replace(own, x=own.x.expand(3, rows, N))
+            if processes == 2:
+                own = replace(own, others=cast(Any, Twice(rows)))
+            bias = replace(own, start={"bias": stacked["bias"]})
+            for steps in (2, 5):
+                expected = saves(processes * rows, steps - 1)
+                assert (own.through_gram(steps) is not None) == expected
+                assert (bias.through_gram(steps) is not None) == expected
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 2.0])

@@ -182,3 +182,17 @@ def test_products_on_a_gpu_are_in_bfloat16() -> None:
 
     assert has_fast_bf16(torch.ones(1, 1, dtype=torch.float64).as_subclass(OnGpu))
     assert not has_fast_bf16(torch.ones(1, 1, dtype=torch.float64))
+
+
+def test_a_processor_of_which_nothing_is_known_has_no_fast_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Versions of PyTorch may leave out either question; with tiles, products may end programs."""
+    asked = spectral._cpu_has_bf16.__wrapped__
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False, raising=False)
+    assert asked()
+    for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"):
+        with monkeypatch.context() as without:
+            without.delattr(torch.cpu, name)
+            assert not asked()

@@ -507,3 +507,9 @@ def test_saturated_values_have_an_inverse_in_every_dtype(dtype):
         end = transfer.f(torch.tensor([-1000.0], dtype=dtype))
         assert torch.equal(transfer.inverse(end), torch.full((1,), -math.inf, dtype=dtype))
         assert not transfer.dual(end).isnan().any()
+
+
+def test_quotients_of_rounding_stay_within_the_domain():
+    """A quotient computed as a product with the reciprocal may be a little below −1."""
+    below = torch.tensor([-0.7 * (1 + 1e-6)], dtype=torch.float64)
+    assert ELU(0.7)._fraction(below).item() == -1

@@ -126,6 +126,7 @@ def test_sylvester_ignores_rows_that_carry_nothing() -> None:
     g = batch(3, 6, seed=2)
     h = batch(3, seed=3)
     torch.testing.assert_close(sylvester(g, x, 0.4, h), sylvester(g, x[:2], 0.4, h))
+    torch.testing.assert_close(sylvester(g, x[2:], 0.4, h), -0.4 * g)
 
 
 def test_an_eigenvalue_of_rounding_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,6 +442,9 @@ def test_each_member_has_its_own_rate_in_that_bound() -> None:
     rates = torch.tensor([1e-3, 10.0])  # 100² · 10 · 1e-3 and 10 · 10, of 8389
     assert precise_enough(gradient, x, rates)[0].dtype == torch.float32
     assert precise_enough(gradient, x, rates.flip(0))[0].dtype == torch.float64
+    limit = torch.tensor([1e-3]) / torch.finfo(torch.float32).eps
+    assert precise_enough(gradient[:, :1, :1], torch.ones(1, 1), limit)[0].dtype == torch.float32
+    assert precise_enough(gradient.to("meta"), x.to("meta"), 0.5)[0].dtype == torch.float32
 
 
 def test_matrices_that_are_not_finite_leave_the_others_alone() -> None:

@@ -26,6 +26,7 @@ from torch_locoprop.paper.preconditioning import (
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
 from torch_locoprop.paper.transfers import (
+    Hardtanh,
     Linear,
     ReLU,
     Sigmoid,
@@ -292,6 +293,15 @@ def test_iterations_are_those_of_nesterov_with_restarts(transfer: Transfer, shif
     assert (min(seen) == 0) == (shift != 0)
 
 
+def test_a_step_of_exactly_its_length_keeps_its_momentum() -> None:
+    """The kinks of hardtanh make all longer steps too long."""
+    problem = random_problem(Hardtanh(), 3, rows=12)
+    expected, fractions = in_weights(problem, 7)
+    assert fractions[4 * 5 : 5 * 5].count(1.0) == 1  # of the five outputs, in the fifth iteration
+    found = joined(solved(problem, Preconditioned(), 7)) - joined(problem.start)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-7)
+
+
 class Coupled(Transfer):
     """The identity, as a function of all outputs together, and without a bound of its slope."""
 
@@ -403,6 +413,17 @@ def test_a_slope_that_does_not_change_lets_steps_grow_as_far_as_they_may() -> No
 
     part = descending_fraction(slope, slope(torch.zeros(2)), 3)
     torch.testing.assert_close(part.t, torch.full((2,), 1.95**2))
+
+
+def test_the_secant_leaves_a_twentieth_of_the_way_to_the_minimum_of_a_quadratic() -> None:
+    """In every trial after the full step; a step that ends at the minimum is taken."""
+    minima = torch.tensor([1.0, 1.2, 1.7]).double()
+
+    def slope(t: Tensor) -> tuple[Tensor, Tensor]:
+        return t - minima, t.unsqueeze(-2)
+
+    part = descending_fraction(slope, slope(torch.zeros(3).double()), 3)
+    torch.testing.assert_close(part.t, minima - 0.05**2 * (minima - 1))
 
 
 def test_a_direction_that_ascends_is_not_taken() -> None:
