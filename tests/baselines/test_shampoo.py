@@ -48,6 +48,11 @@ def test_half_precision(dtype: torch.dtype, error: float, resumed: bool) -> None
             if resumed and step == 5:
                 other = Shampoo(model.parameters())
                 other.load_state_dict(saved_and_loaded(model, opt)["opt"])
+                for parameter, state in opt.state.items():
+                    assert state.keys() == other.state[parameter].keys()
+                    for name, value in state.items():
+                        assert other.state[parameter][name].dtype == value.dtype
+                        assert torch.equal(other.state[parameter][name], value)
                 opt = other
         wide = torch.float64 if kind == torch.float64 else torch.float32
         assert all(state["left"].dtype == wide for state in opt.state.values() if "left" in state)

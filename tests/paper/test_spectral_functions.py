@@ -196,3 +196,8 @@ def test_a_processor_of_which_nothing_is_known_has_no_fast_bfloat16(
         with monkeypatch.context() as without:
             without.delattr(torch.cpu, name)
             assert not asked()
+
+
+def test_zeros_among_large_entries_stay_zeros() -> None:
+    found = unit_length(torch.tensor([[0.0, 3e30], [4e30, 0.0]]))
+    torch.testing.assert_close(found, torch.tensor([[0.0, 0.6], [0.8, 0.0]]))

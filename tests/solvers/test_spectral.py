@@ -503,9 +503,16 @@ def test_empty_states_stand_for_the_start(
     blocks = torch.arange(5) // {"full": 5, "block": 3, "diagonal": 1}[kind]
     inverse = torch.linalg.inv(gram * (blocks[:, None] == blocks) + torch.eye(5).double())
     moved = polar(problem.backprop["weight"] @ inverse)
-    lengths = moved.norm(dim=-1, keepdim=True)
-    moved = moved * equal_rows(lengths, lengths.square())
+    rows = 0.1 * moved.square().mean(
+        -1, keepdim=True
+    )  # a running average from zero, with decay 0.9
+    torch.testing.assert_close(ends[0][1]["weight"]["rows"], rows)
+    moved = moved * equal_rows(moved.norm(dim=-1, keepdim=True), rows)
     torch.testing.assert_close(ends[0][0]["weight"], -0.1 * 0.2 * 5**0.5 * moved)
+    # A step that is not to renew C has no use for rows, and keeps the inverse.
+    later = replace(problem, x=None, number=13)
+    _, after = solver.solve(later, ends[0][1], {"weight": numbers}, 1, "constant")
+    assert torch.equal(after["weight"]["inverse"], ends[0][1]["weight"]["inverse"])
 
 
 def test_a_process_without_outputs_takes_part() -> None:
