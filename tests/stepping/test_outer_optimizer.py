@@ -531,18 +531,85 @@ def test_maximize_climbs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The local solution")
-def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimizer() -> None:
+@pytest.mark.parametrize("maximize", [False, True])
+def test_a_solution_that_is_not_finite_leaves_the_gradient_to_the_outer_optimizer(
+    maximize: bool,
+) -> None:
     model = network()
     plain = copy.deepcopy(model)
-    opt = loco(model, OUTER["sgd"], local_steps=60, lr=1e30, variant="locoprop-s")
+    diverges = {"local_steps": 60, "lr": 1e30, "variant": "locoprop-s", "maximize": maximize}
+    opt = loco(model, OUTER["sgd"], **diverges)
     x, y = batch(8, 6), batch(8, 3, seed=2)
     cross_entropy(model(x), y).backward()
     opt.step()
     assert all(opt.skipped_updates.values())
     sgd = OUTER["sgd"](list(plain.parameters()))
-    cross_entropy(plain(x), y).backward()
+    ((-1 if maximize else 1) * cross_entropy(plain(x), y)).backward()
     sgd.step()
     assert_close(weights(model), weights(plain))
+
+
+def test_frozen_parameters_of_others_are_no_reason_to_refuse_a_fallback() -> None:
+    """The outer optimizer has the layers; the norm's gain is trained by the fallback."""
+    model = with_a_norm()
+    model[1].bias.requires_grad_(False)
+    layers = [*model[0].parameters(), *model[2].parameters()]
+    opt = loco(model, torch.optim.SGD(layers, lr=0.1), fallback=OUTER["adamw"])  # type: ignore[arg-type]
+    before = weights(model)
+    train(model, opt.step, steps=1)
+    moved = [not torch.equal(a, b) for a, b in zip(before, weights(model), strict=True)]
+    assert moved == [p.requires_grad for p in model.parameters()]
+
+
+def test_an_optimizer_that_has_a_state_keeps_it() -> None:
+    model, plain = network(), network()
+    ours, theirs = (OUTER["sgd"](list(each.parameters())) for each in (model, plain))
+    train(model, ours.step)
+    train(plain, theirs.step)
+    opt = loco(model, ours)
+    train(model, opt.step)
+    train(plain, theirs.step)
+    assert_close(weights(model), weights(plain))
+
+
+def take_empty_step(model: nn.Module, opt: LocoProp) -> None:
+    """Take the step of tools that need a state: with gradients and rates of zero."""
+    rates = [group["lr"] for group in opt.param_groups]
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for group in opt.param_groups:
+        group["lr"] = 0.0
+    opt.step()
+    for group, lr in zip(opt.param_groups, rates, strict=True):
+        group["lr"] = lr
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_states_without_content_are_dropped_before_the_first_step(outer: str) -> None:
+    model, plain = network(), network()
+    opt, other = (loco(each, OUTER[outer], local_steps=3) for each in (model, plain))
+    take_empty_step(model, opt)
+    train(model, opt.step)
+    train(plain, other.step)
+    assert all(map(torch.equal, weights(model), weights(plain)))
+
+
+def test_states_that_one_of_several_optimizers_has_are_no_empty_ones() -> None:
+    """The other one, SGD, has none."""
+
+    def outer(params: list[nn.Parameter]) -> list[Optimizer]:
+        matrices = [p for p in params if p.ndim == 2]
+        biases = [p for p in params if p.ndim != 2]
+        return [torch.optim.Adam(matrices, lr=0.01), torch.optim.SGD(biases, lr=0.01)]
+
+    model, plain = network(), network()
+    opt, other = loco(model, outer), loco(plain, outer)
+    for each, own in ((model, opt), (plain, other)):
+        train(each, own.step)
+    take_empty_step(model, opt)
+    train(model, opt.step)
+    train(plain, other.step)
+    assert all(map(torch.equal, weights(model), weights(plain)))
 
 
 @pytest.mark.parametrize(

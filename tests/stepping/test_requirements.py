@@ -87,6 +87,14 @@ def test_each_step_has_a_thousand_seeds_of_its_own() -> None:
         step(model, opt)
 
 
+def test_a_regularizer_by_the_fisher_matrix_has_labels_drawn_in_each_step() -> None:
+    model = network()
+    opt = made(model, **{**GAMMA, "variant": "locoprop-s", "regularizer": "fisher"})
+    for _ in range(3):
+        assert opt._hooks.labels.seed is not None
+        step(model, opt)
+
+
 @pytest.mark.parametrize("every", [1, 3])
 def test_labels_are_drawn_in_the_steps_that_renew_the_fisher_matrix(every: int) -> None:
     from torch_locoprop.paper.targets import NaturalGradient
@@ -217,6 +225,15 @@ def test_gate_and_measurements_need_the_value_of_the_objective_too(
     assert (None if found is None else found.gradients) == needed
 
 
+def test_a_layer_that_is_served_by_another_variant_keeps_what_the_one_asked_for_needs() -> None:
+    """It may lose what rules out the other one before the step."""
+    opt = made(network(), **{**GAMMA, "variant": "pocoprop-s", "solver": Asked(TWO)})
+    layer = opt._layers[0]
+    layer.transfer, layer.decided, layer.obstacle = TRANSFERS["linear"], True, "why"
+    assert opt._plan.of(layer).variant.name == "locoprop-s"
+    assert use_of_rows(opt._plan, {}, False, layer, ("weight", "bias")) is None
+
+
 def test_a_closed_form_needs_the_rows_of_a_loss_with_a_transfer() -> None:
     for variant, transfer, needed in (
         ("locoprop-s", "tanh", True),
@@ -258,10 +275,10 @@ def test_settings_may_change_after_the_backward_pass_to_others_that_need_no_more
     for variant in ("locoprop-s", "pocoprop-m"):
         model, other = network(), network()
         opt = made(model, **{**GAMMA, "variant": variant})
-        plain = made(other, **{**GAMMA, "variant": variant, "gamma": 3.0})
+        plain = made(other, **{**GAMMA, "variant": variant, "local_steps": 3})
         backward(model)
         backward(other)
-        opt.param_groups[0]["gamma"] = 3.0
+        opt.param_groups[0]["local_steps"] = 3
         opt.step()
         plain.step()
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
