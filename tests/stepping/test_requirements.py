@@ -11,7 +11,9 @@ from torch import nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.paper.gram import FULL, RowUse, Structure
+from torch_locoprop.paper.targets import GradientDescent, NaturalGradient
 from torch_locoprop.paper.transfers import TRANSFERS
+from torch_locoprop.paper.variants import VARIANTS, Variant
 from torch_locoprop.solvers import SOLVERS, Exact, FirstOrder
 
 GAMMA = {"variant": "locoprop-m", "lr": 1e-2, "local_steps": 4}
@@ -97,9 +99,6 @@ def test_a_regularizer_by_the_fisher_matrix_has_labels_drawn_in_each_step() -> N
 
 @pytest.mark.parametrize("every", [1, 3])
 def test_labels_are_drawn_in_the_steps_that_renew_the_fisher_matrix(every: int) -> None:
-    from torch_locoprop.paper.targets import NaturalGradient
-    from torch_locoprop.paper.variants import VARIANTS, Variant
-
     model = network()
     target = NaturalGradient(every=every)
     opt = made(model, **{**GAMMA, "variant": Variant("own", target, VARIANTS["natural-s"].loss)})
@@ -227,7 +226,15 @@ def test_gate_and_measurements_need_the_value_of_the_objective_too(
 
 def test_a_layer_that_is_served_by_another_variant_keeps_what_the_one_asked_for_needs() -> None:
     """It may lose what rules out the other one before the step."""
-    opt = made(network(), **{**GAMMA, "variant": "pocoprop-s", "solver": Asked(TWO)})
+
+    class Own(GradientDescent):
+        """A target of which the gradient at the start is not known."""
+
+        def first_gradient(self, *given: Any) -> None:
+            return None
+
+    variant = Variant("own", Own(), VARIANTS["locoprop-s"].loss)
+    opt = made(network(), **{**GAMMA, "variant": variant, "solver": Asked(TWO)})
     layer = opt._layers[0]
     layer.transfer, layer.decided, layer.obstacle = TRANSFERS["linear"], True, "why"
     assert opt._plan.of(layer).variant.name == "locoprop-s"
