@@ -243,9 +243,8 @@ def _layer_plan(
         method = Method(variant, components.solver(group), regularizer, group["local_steps"])
         method = method.as_backprop() if between or layer.obstacle else method
     loss = method.variant.loss
-    known = (
-        layer.decided or layer.explicit
-    )  # as long as it is not, only single iterations need no rows
+    # As long as the transfer is not known, only single iterations need no rows.
+    known = layer.decided or layer.explicit
     settled = known or not asked.loss.uses_transfer
     quadratic = loss.is_quadratic(layer.transfer or Linear())
     # A closed form needs the pre-activations for the curvature of a loss with a transfer.
@@ -257,14 +256,14 @@ def _layer_plan(
         note=note,
         regularizer=regularizer,
         method=method,
-        needs_output=_needs_output(layer, asked, method, known and quadratic),
+        needs_output=_needs_output(layer, method, known and quadratic),
         needs_rows=bent or not starts or bool(method.regularizer.needs),
         rows_are_steady=type(method.solver).use_of_rows is FirstOrder.use_of_rows,
         gram_serves=settled and quadratic,
     )
 
 
-def _needs_output(layer: LayerRecord, asked: Variant, method: Method, straight: bool) -> bool:
+def _needs_output(layer: LayerRecord, method: Method, straight: bool) -> bool:
     """Return True if the step uses the layer's pre-activations: its loss has a non-linear transfer.
 
     As long as the transfer is not known the answer is True; otherwise the first step after a resumption
@@ -272,11 +271,10 @@ def _needs_output(layer: LayerRecord, asked: Variant, method: Method, straight: 
 
     Args:
         layer: the layer.
-        asked: the variant that its group names.
         method: how its problem is solved.
         straight: its transfer is known, and its local loss is quadratic.
     """
-    if not asked.loss.uses_transfer or layer.shards is not None:
+    if layer.shards is not None:
         return False
     return method.variant.loss.uses_transfer and not straight and method.local_steps > 1
 
