@@ -269,6 +269,23 @@ def test_a_number_on_the_device_is_known_by_its_place_and_one_on_the_host_by_its
     assert first == second == third != fourth
 
 
+class OnDevice(Tensor):
+    """A number that a recording reads where it is."""
+
+    is_cpu = False
+
+
+def test_a_number_elsewhere_on_the_device_is_another_key() -> None:
+    _, opt = after_steps(1)
+    group = opt.param_groups[0]
+    keys = []
+    first, second = (torch.tensor(3.0).as_subclass(OnDevice) for _ in range(2))
+    for number in (first, second, first):
+        group["gamma"] = number
+        keys.append(described(opt).key)
+    assert keys[0] == keys[2] != keys[1]
+
+
 def test_more_entries_of_a_state_are_another_key() -> None:
     model, opt = after_steps(1)
     before = described(opt).key
