@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 import threads
 import torch
-from sharded_cases import Case, M, S, loss_of, make_optimizer, network, sharded, whole_tensors
-from torch import Tensor
+from sharded_cases import (
+    Case,
+    M,
+    S,
+    loss_of,
+    make_optimizer,
+    network,
+    sharded,
+    train,
+    whole_tensors,
+)
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 X = torch.rand(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
@@ -56,3 +67,28 @@ def test_gradients_that_are_zero_in_one_process_only_were_not_set_to_zero(
     for found in threads.run(stepped, 2):
         for several, p in zip(found, one.parameters(), strict=True):
             torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-12)
+
+
+def test_a_model_of_one_layer_without_a_bias() -> None:
+    """Sharded, and under DDP: the facts of one tensor are enough."""
+
+    def layer() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 6, bias=False)).double()
+
+    one, models = layer(), [(layer(), layer()) for _ in range(2)]
+    opt = train(Case(S), one, steps=2)
+
+    def trained(rank: int) -> list[list[Tensor]]:
+        for i, model in enumerate(models[rank]):
+            made = make_optimizer(Case(S), sharded(Case(), model) if i == 0 else model)
+            called: Any = model if i == 0 else DistributedDataParallel(model)
+            if i == 1:
+                made._hooks.averaging.processes = called.process_group
+            train(Case(S), called, slice(12 * rank, 12 * rank + 12), 2, steps=2, opt=made)
+        return [whole_tensors(model) for model in models[rank]]
+
+    assert len(opt._layers) == 1
+    for found in threads.run(trained, 2):
+        for (weight,) in found:
+            torch.testing.assert_close(weight, one[0].weight.detach(), rtol=0, atol=1e-12)

@@ -156,13 +156,16 @@ def test_the_pre_activations_of_the_forward_pass_are_used_again() -> None:
     assert frozen.start.keys() == {"bias"}
 
 
-def test_rows_that_were_kept_count_for_those_that_were_not() -> None:
-    """One call has more rows than are kept, the other has not."""
+@pytest.mark.parametrize("rows", [(8,), (8, 1), (6, 8)])
+def test_rows_that_were_kept_count_for_those_that_were_not(rows: tuple[int, ...]) -> None:
+    """Each call keeps two rows at most; a backward pass reaches the last call first."""
     model = network()
     opt = made(model, max_rows=2)
-    (loss_of(model(X)) + loss_of(model(X[:1]))).backward()
+    sum(loss_of(model(X[:count])) for count in rows).backward()  # type: ignore[union-attr]
     weight = posed(model, opt)[FIRST].problem.row_weight
-    torch.testing.assert_close(weight, torch.tensor([[1.0], [4.0], [4.0]], dtype=torch.float64))
+    counts = [[1.0]] if rows[-1] == 1 else [[rows[-1] / 2.0]] * 2
+    counts += [[rows[0] / 2.0]] * 2 if len(rows) > 1 else []
+    torch.testing.assert_close(weight, torch.tensor(counts, dtype=torch.float64))
 
 
 def facts(divisor: int) -> SharedFacts:
