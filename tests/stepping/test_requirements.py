@@ -238,7 +238,7 @@ def test_a_layer_that_is_served_by_another_variant_keeps_what_the_one_asked_for_
     layer = opt._layers[0]
     layer.transfer, layer.decided, layer.obstacle = TRANSFERS["linear"], True, "why"
     assert opt._plan.of(layer).variant.name == "locoprop-s"
-    assert use_of_rows(opt._plan, {}, False, layer, ("weight", "bias")) is None
+    assert opt._plan.use_of_rows({}, False, layer, ("weight", "bias")) is None
 
 
 def test_a_closed_form_needs_the_rows_of_a_loss_with_a_transfer() -> None:

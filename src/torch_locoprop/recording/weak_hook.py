@@ -26,18 +26,14 @@ watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all ModelHooks that
 _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary()
 
 
-NOTHING = contextlib.nullcontext().__exit__
-"""A hook that returns None for any arguments and is pickled without a name of this package."""
-
-
 class WeakHook:
     """A hook on a module or parameter that calls a method of its owner.
 
     The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms`.
 
     The hook holds its owner weakly. ``copy.deepcopy(model)`` makes a model without the hook. A model
-    that was saved whole has :data:`NOTHING` in its place, so that it loads where this package is not
-    installed.
+    that was saved whole has the ``__exit__`` of a ``contextlib.nullcontext`` in its place, which returns
+    None for any arguments, so that the file loads where this package is not installed.
 
     Args:
         owner: the object whose method is called.
@@ -86,7 +82,7 @@ class WeakHook:
         return self._owner() is None
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return getattr, (NOTHING.__self__, NOTHING.__name__)
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> WeakHook:
         """Return an inert hook, which is removed at the end of ``copy.deepcopy``."""
@@ -130,11 +126,11 @@ def hook_for(owner: Any, method: str, module: nn.Module) -> WeakHook:
 
 
 def remove_inert(module: nn.Module) -> None:
-    """Remove inert hooks from a module; copies and reloads of a model have them."""
+    """Remove inert hooks, and what saved models have in their place, from a module."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
-            saved = getattr(hook, "__func__", None) is NOTHING.__func__
-            if saved or (isinstance(hook, WeakHook) and hook.is_inert):
+            was_saved = isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)
+            if was_saved or (isinstance(hook, WeakHook) and hook.is_inert):
                 del hooks[key]
                 module._forward_hooks_with_kwargs.pop(key, None)
 
