@@ -89,6 +89,16 @@ CASES = {
     "M, divided, guards": Case({"local_steps": 20, "gate": True, "cap": 1e-4}),
     "M, divided, outer": Case({"local_steps": 20, "apply": "gradient", "outer": outer}),
     "M, divided, measured": Case({"local_steps": 20, "diagnose": True, "weight_decay": 0.1}),
+    "PocoProp-M, divided": Case(
+        {"variant": "pocoprop-m", "gamma": 0.5, "local_steps": 20}, matrices=4
+    ),
+    "PocoProp-S, divided, means": Case(
+        {"variant": "pocoprop-s", "gamma": 0.5, "local_steps": 20, "local_reduction": "mean"},
+        matrices=4,
+    ),
+    "convolution of S, divided": Case(
+        {"variant": "locoprop-s", "local_steps": 20}, convolution=True, matrices=4
+    ),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
     "outer optimizer": Case({"apply": "gradient", "outer": outer}),
@@ -274,23 +284,34 @@ def count_collectives() -> None:
         for _, columns in shapes if step < 11 else []:
             expected = expected.plus(communication.square_in_ddp(columns, 8))
         assert counted.traffic() == expected, step
-    for variant, local_steps in (("locoprop-s", 4), ("locoprop-m", 2), ("locoprop-m", 20)):
+    dense = [(6, 5), (5, 8), (8, 6)]
+    counted: dict[tuple[str, int, bool], list[tuple[int, int]]] = {
+        ("locoprop-s", 4, False): dense,
+        ("locoprop-m", 2, False): dense,
+        ("locoprop-m", 20, False): dense,
+        ("pocoprop-m", 20, False): dense,
+        ("locoprop-s", 4, True): [(6, 5), (5, 8), (2, 3)],
+    }
+    for (variant, local_steps, convolution), shapes in counted.items():
         expected = communication.of_all_layers_in_ddp(3)
-        for d, n in ((6, 5), (5, 8), (8, 6)):
+        for d, n in shapes:
             rows = communication.rows_in_ddp(5, n, 2, 8)
             whole = communication.outputs_in_ddp(d, n + 1, 2, 2, 8)
             if variant == "locoprop-s":
                 expected = expected.plus(communication.gram_in_ddp(n, 8)).plus(whole)
             elif local_steps == 20:
                 expected = expected.plus(rows).plus(whole)
+                if variant == "pocoprop-m":  # the gradient of each row
+                    expected = expected.plus(communication.rows_in_ddp(5, d, 2, 8))
             else:
                 expected = expected.plus(communication.by_iterations_in_ddp(d, n, True, 2, 8))
-        assert _counted(variant, local_steps) == expected, (variant, local_steps)
+        found = _counted(variant, local_steps, convolution)
+        assert found == expected, (variant, local_steps, convolution)
 
 
-def _counted(variant: str, local_steps: int) -> communication.Traffic:
-    """Return the collectives of a step of LocoProp-S, always divided, or of LocoProp-M."""
-    model = network(Case())
+def _counted(variant: str, local_steps: int, convolution: bool) -> communication.Traffic:
+    """Return the collectives of a step in which the outputs of all layers are divided, or none."""
+    model = network(Case(convolution=convolution))
     wrapped = DistributedDataParallel(model)
     opt = LocoProp(model, variant=variant, local_steps=local_steps, output_transfer="sigmoid")
     for _ in range(2):
@@ -298,7 +319,8 @@ def _counted(variant: str, local_steps: int) -> communication.Traffic:
         wrapped(torch.rand(5, 6).double()).square().sum().backward()
         with patch.object(divided_outputs, "PAYS_FROM", 1), Counted() as counted:
             opt.step()
-    assert ("solves some of its outputs" in opt.summary()) == (local_steps > 2)
+    divided = opt.summary().count("solves some of its outputs")
+    assert divided == (3 if local_steps > 2 else 0), opt.summary()
     return counted.traffic()
 
 

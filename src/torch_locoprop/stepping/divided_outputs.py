@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed
@@ -44,18 +44,20 @@ def is_divided(posed: Posed) -> bool:
         return False
     iterates = isinstance(method.solver, FirstOrder) and method.local_steps > 1
     whole_rows = facts.all_have_rows and facts.active == facts.processes
-    if not (iterates and whole_rows) or type(problem.linear_map) is not Dense:
-        return False
-    needs = problem.target.needs | problem.regularizer.needs
     weight = problem.start.get("weight")
-    if needs or weight is None or couples_outputs(posed.layer, method):
+    if not (iterates and whole_rows) or weight is None or weight.dim() > 2:
+        return False
+    of_rows = problem.target.needs | problem.regularizer.needs
+    if not of_rows <= {"g", "v"} or couples_outputs(posed.layer, method):
         return False
     d, n = weight.shape
     if d < facts.processes:
         return False
-    if _goes_through_gram(problem, facts, method.local_steps):
+    if not of_rows and _goes_through_gram(problem, facts, method.local_steps):
         return n >= PAYS_FROM
-    return facts.equal_rows and not facts.some_have_gram and _gathers_less(posed, facts, d, n)
+    dense = type(problem.linear_map) is Dense
+    gathers = dense and facts.equal_rows and not facts.some_have_gram
+    return gathers and _gathers_less(posed, facts, d, n)
 
 
 def _goes_through_gram(problem: LocalProblem, facts: SharedFacts, local_steps: int) -> bool:
@@ -64,7 +66,8 @@ def _goes_through_gram(problem: LocalProblem, facts: SharedFacts, local_steps: i
         return False
     d, n = problem.start["weight"].shape
     kept = isinstance(problem.x, Gram) or facts.some_have_gram
-    return kept or saves_work(facts.rows, d, n, local_steps - 1)
+    has_rows = problem.linear_map.holds_rows
+    return kept or (has_rows and saves_work(facts.rows, d, n, local_steps - 1))
 
 
 def _gathers_less(posed: Posed, facts: SharedFacts, d: int, n: int) -> bool:
@@ -72,6 +75,8 @@ def _gathers_less(posed: Posed, facts: SharedFacts, d: int, n: int) -> bool:
     size, bias = posed.layer.like.element_size(), "bias" in posed.problem.start
     processes, solver = facts.processes, posed.method.solver
     rows = communication.rows_in_ddp(facts.rows // processes, n, processes, size)
+    for _ in _row_gradients(posed.problem):
+        rows = rows.plus(communication.rows_in_ddp(facts.rows // processes, d, processes, size))
     entries = len(solver.row_state)
     found = communication.outputs_in_ddp(d, n + bias, entries, processes, size)
     added = communication.by_iterations_in_ddp(d, n, bias, posed.method.local_steps, size)
@@ -93,12 +98,17 @@ def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
     def own(tensors: Mapping[str, Tensor]) -> Tensors:
         return {name: tensor[first : first + most] for name, tensor in tensors.items()}
 
+    whole = _with_all_rows(problem, facts, local_steps)
+    columns = {
+        name: rows[..., first : first + most] for name, rows in _row_gradients(whole).items()
+    }
     states = {
         name: {**state, **own({k: e for k, e in state.items() if k in solver.row_state})}
         for name, state in posed.states.items()
     }
     part = replace(
-        _with_all_rows(problem, facts, local_steps),
+        whole,
+        **columns,
         start=own(problem.start),
         fixed=own(problem.fixed),
         backprop=own(problem.backprop),
@@ -116,10 +126,21 @@ def _with_all_rows(problem: LocalProblem, facts: SharedFacts, local_steps: int) 
     gram = problem.through_gram(local_steps)
     if gram is not None:
         return replace(problem, x=gram, row_weight=1.0)
-    x = of_all([facts.group], problem.x).flatten(0, 1)
     exchange = cast(Exchange, problem.others)
     weight = cast(float, problem.row_weight)
-    return replace(problem, x=x, row_weight=weight / facts.divisor if exchange.mean else weight)
+    own = {"x": problem.x, **_row_gradients(problem)}
+    rows: dict[str, Any] = {
+        name: of_all([facts.group], tensor).flatten(0, 1) for name, tensor in own.items()
+    }
+    rows["row_weight"] = weight / facts.divisor if exchange.mean else weight
+    return replace(problem, **rows)
+
+
+def _row_gradients(problem: LocalProblem) -> Tensors:
+    """Return ∂L/∂a and ∂L/∂y of each row, ``[rows, d]``, as far as the target needs them."""
+    known = {"g": problem.g, "v": problem.v}
+    needs = problem.target.needs
+    return {key: rows for key, rows in known.items() if rows is not None and key in needs}
 
 
 def _of_all_outputs(

@@ -291,4 +291,5 @@ def couples_outputs(layer: LayerRecord, method: Method) -> bool:
     parts = (loss, method.variant.target, method.regularizer, method.solver)
     if not all(map(is_ours, parts)):
         return True
-    return loss.uses_transfer and not transfer.elementwise
+    uses_transfer = loss.uses_transfer or "v" in method.variant.target.needs
+    return uses_transfer and not transfer.elementwise
