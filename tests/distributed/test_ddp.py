@@ -23,7 +23,7 @@ from traffic import Counted
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.solvers import Exact, Spectral
-from torch_locoprop.stepping import divided_outputs, divided_polar
+from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
 
 STEPS, ROWS = 3, 24
 
@@ -99,6 +99,32 @@ CASES = {
     "convolution of S, divided": Case(
         {"variant": "locoprop-s", "local_steps": 20}, convolution=True, matrices=4
     ),
+    "closed form of S, divided": Case({"variant": "locoprop-s", "solver": "exact"}, matrices=4),
+    "closed form of M, divided": Case({"solver": "exact"}, matrices=4),
+    "closed form, divided, softmax": Case(
+        {"solver": "exact", "output_transfer": "softmax"}, matrices=4
+    ),
+    "closed form, divided, in rounds": Case(
+        {"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}, matrices=1
+    ),
+    "closed form of M, divided, in rounds": Case({"solver": Exact(0.5, 2)}, matrices=1),
+    "closed form, divided, every third": Case(
+        {"variant": "locoprop-s", "solver": Exact(every=3, damping=0.1)}, matrices=4
+    ),
+    "closed form, divided, convolution": Case(
+        {"variant": "locoprop-s", "solver": "exact"}, convolution=True, matrices=4
+    ),
+    "closed form, divided, outer": Case(
+        {
+            "variant": "locoprop-s",
+            "solver": "exact",
+            "lr": 10.0,
+            "apply": "gradient",
+            "outer": outer,
+            "cap": 1e-2,
+        },
+        matrices=4,
+    ),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
     "outer optimizer": Case({"apply": "gradient", "outer": outer}),
@@ -121,6 +147,9 @@ CASES = {
     "uneven, closed form": Case({"variant": "locoprop-s", "solver": "exact"}, order=UNEVEN),
     "uneven, running closed form": Case(
         {"variant": "locoprop-s", "solver": Exact(0.9, 2, 0.1)}, order=UNEVEN
+    ),
+    "uneven, closed form, divided": Case(
+        {"variant": "locoprop-s", "solver": "exact"}, order=UNEVEN, matrices=4
     ),
     "uneven, preconditioned": Case({"solver": "preconditioned", "lr": 0.5}, order=UNEVEN),
     "uneven, general": Case({"preset": "general"}, order=UNEVEN),
@@ -253,7 +282,14 @@ def _in_a_process(rank: int, folder: str) -> None:
             model.used = rank == 0
         sizes = {"MATRICES": case.matrices or 4, "PAYS_FROM": 1 if case.matrices else 64}
         of_iterations = patch.object(divided_outputs, "PAYS_FROM", sizes["PAYS_FROM"])
-        with warnings.catch_warnings(), patch.multiple(divided_polar, **sizes), of_iterations:
+        given = sizes if case.matrices else {"MATRICES": 4}
+        of_closed_forms = patch.multiple(divided_closed_forms, **given)
+        with (
+            warnings.catch_warnings(),
+            patch.multiple(divided_polar, **sizes),
+            of_iterations,
+            of_closed_forms,
+        ):
             warnings.filterwarnings("error", message=".*drift apart.*")
             wrapped = DistributedDataParallel(model, find_unused_parameters=case.order == "branch")
             found[name] = trained(case, wrapped, model, part)
@@ -284,6 +320,7 @@ def count_collectives() -> None:
         for _, columns in shapes if step < 11 else []:
             expected = expected.plus(communication.square_in_ddp(columns, 8))
         assert counted.traffic() == expected, step
+    _count_of_closed_forms(shapes)
     dense = [(6, 5), (5, 8), (8, 6)]
     counted: dict[tuple[str, int, bool], list[tuple[int, int]]] = {
         ("locoprop-s", 4, False): dense,
@@ -307,6 +344,37 @@ def count_collectives() -> None:
                 expected = expected.plus(communication.by_iterations_in_ddp(d, n, True, 2, 8))
         found = _counted(variant, local_steps, convolution)
         assert found == expected, (variant, local_steps, convolution)
+
+
+def _count_of_closed_forms(shapes: list[tuple[int, int]]) -> None:
+    """Compare the collectives of closed forms with the formulas: in steps that factorize C, or not."""
+    for variant, solver, kept in (
+        ("locoprop-s", Exact(), 0),
+        ("locoprop-s", Exact(every=3, damping=0.1), 1),
+        ("locoprop-s", Exact(0.5), 0),
+        ("locoprop-m", Exact(), 0),
+        ("locoprop-m", Exact(0.5, 2), 1),
+    ):
+        model = network(Case())
+        wrapped = DistributedDataParallel(model)
+        opt = LocoProp(model, variant=variant, solver=solver, output_transfer="sigmoid")
+        bent = variant == "locoprop-m"
+        for step in range(4):
+            wrapped(torch.rand(5, 6).double()).square().sum().backward()
+            with patch.object(divided_closed_forms, "PAYS_FROM", 0), Counted() as counted:
+                opt.step()
+            opt.zero_grad()
+            expected = communication.of_all_layers_in_ddp(3)
+            if step % solver.every == 0:
+                found = communication.closed_forms_in_ddp(shapes, kept, bent, 2, 8)
+                expected = expected.plus(found)
+            elif bent:  # mean slopes
+                size = 8 * sum(d for d, _ in shapes)
+                expected = expected.plus(communication.Traffic(3, size))
+            if step % solver.every == 0 or solver.decay > 0:
+                for _, columns in shapes:
+                    expected = expected.plus(communication.square_in_ddp(columns, 8))
+            assert counted.traffic() == expected, (variant, solver, step)
 
 
 def _counted(variant: str, local_steps: int, convolution: bool) -> communication.Traffic:
@@ -377,7 +445,9 @@ def test_they_are_one_process_with_the_whole_batch(
     assert not torch.equal(one[0], before[0])
 
 
-@pytest.mark.parametrize("name", ["uneven, S", "uneven, some rows of S", "uneven, general"])
+@pytest.mark.parametrize(
+    "name", ["uneven, S", "uneven, some rows of S", "uneven, general", "uneven, closed form"]
+)
 def test_divided_work_is_the_same_for_uneven_rows(
     name: str, in_two: list[dict[str, list[Tensor]]]
 ) -> None:

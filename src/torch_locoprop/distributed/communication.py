@@ -21,6 +21,7 @@ from torch_locoprop.distributed import divided_matrices
 from torch_locoprop.distributed.collectives import row_counts
 from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar_operations
+from torch_locoprop.solvers.exact import operations
 
 FACTS = 6  # numbers that a process tells about a sharded layer
 DDP_FACTS = 6  # numbers that a process of DDP tells about a layer
@@ -261,16 +262,43 @@ def polar_factors_in_ddp(
         processes: P.
         itemsize: bytes of a number.
     """
+    work = [polar_operations(*shape) for shape in shapes]
+    return _computed([d * columns for d, columns in shapes], work, processes, itemsize)
+
+
+def closed_forms_in_ddp(
+    shapes: Sequence[tuple[int, int]], kept: int, bent: bool, processes: int, itemsize: int
+) -> Traffic:
+    """Return the closed forms of all layers: each from its owner to all processes.
+
+    C is :func:`square_in_ddp`.
+
+    Args:
+        shapes: ``[d, columns]`` of each ``[W b]``, from the last layer to the first.
+        kept: matrices of the size of C that the state keeps of a factorization.
+        bent: the loss contains a transfer, whose mean slopes are added up, and whose solution keeps
+            eigenvalues beside each matrix.
+        processes: P.
+        itemsize: bytes of a number.
+    """
+    numbers = [d * n + kept * n * (n + bent) for d, n in shapes]
+    work = [operations(d, n, bent) for d, n in shapes]
+    total = _computed(numbers, work, processes, itemsize)
+    slopes = [d * itemsize for d, _ in shapes] if bent else []
+    return total.plus(Traffic(reductions=len(slopes), reduced_bytes=sum(slopes)))
+
+
+def _computed(
+    numbers: Sequence[int], work: Sequence[int], processes: int, itemsize: int
+) -> Traffic:
+    """Return results that are each computed by one process, in one all-gather for each round."""
     total, size = Traffic(), divided_matrices.MATRICES * processes
-    for start in range(0, len(shapes), size):
-        together = shapes[start : start + size]
-        owners = divided_matrices.owners(
-            [polar_operations(*shape) for shape in together], processes
-        )
-        numbers = [0] * processes
-        for (d, columns), owner in zip(together, owners, strict=True):
-            numbers[owner] += d * columns
-        gathered = processes * max(numbers) * itemsize  # each sends as much as the one with most
+    for start in range(0, len(work), size):
+        owners = divided_matrices.owners(work[start : start + size], processes)
+        owned = [0] * processes
+        for number, owner in zip(numbers[start : start + size], owners, strict=True):
+            owned[owner] += number
+        gathered = processes * max(owned) * itemsize  # each sends as much as the one with most
         total = total.plus(Traffic(gathers=1, gathered_bytes=gathered))
     return total
 

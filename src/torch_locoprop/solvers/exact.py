@@ -18,6 +18,7 @@ for transfers of constant slope, and an approximation otherwise.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +44,17 @@ from torch_locoprop.paper.tensors import (
     spread,
 )
 from torch_locoprop.solvers.base import Numbers, Solver, States
+
+
+class Sums(NamedTuple):
+    """What a closed form needs of the rows of all processes."""
+
+    gradient: Tensor  # of [W b] at the start, [..., d, n]
+    h: Tensor | None  # the mean Hessian H of F over the rows; None without a transfer in the loss
+    gram: (
+        Tensor | None
+    )  # C of this batch or its running average; None if the rows themselves are used
+    renews: bool = True  # C is factorized in this step
 
 
 @dataclass(frozen=True)
@@ -83,33 +95,77 @@ class Exact(Solver):
         local_steps: int,
         local_decay: str,
     ) -> tuple[Tensors, dict[str, Tensors]]:
+        return self.solved(problem, states, numbers, self.sums(problem, states))
+
+    def sums(self, problem: LocalProblem, states: States) -> Sums:
+        """Return what a solution needs of the rows of all processes.
+
+        Args:
+            problem: the layer's local problem.
+            states: for each trained tensor its state.
+        """
         owner = "weight" if "weight" in problem.start else "bias"
         gradient, state = join(problem.first_gradient), states[owner]
-        eta = spread(numbers[owner].lr, gradient)
         bent = problem.loss.uses_transfer
         h = problem.loss.curvature(problem.a0, problem.transfer) if bent else None
         h = None if h is None else problem.averaged(h)
         with full_products(gradient):
-            if self._is_plain:
-                found = _of_one_batch(problem, gradient, h, eta)
+            if not self.averages:
+                by_rows = problem.others is None and not isinstance(problem.x, Gram)
+                return Sums(gradient, h, None if by_rows else problem.square(torch.float64))
+            state = self._fitting(problem, gradient, state)
+            renews = self._renews(problem.number) or _factors(h) not in state
+            gram = state.get("gram")
+            if renews or self.decay > 0:
+                gram = running_average(gram, problem.square(gradient.dtype), self.decay)
+        return Sums(gradient, h, gram, renews)
+
+    def solved(
+        self,
+        problem: LocalProblem,
+        states: States,
+        numbers: dict[str, Numbers],
+        sums: Sums,
+    ) -> tuple[Tensors, States]:
+        """Return the new tensors and the new states, without other processes.
+
+        Args:
+            problem: the layer's local problem.
+            states: for each trained tensor its state.
+            numbers: learning rate and other numbers of each trained tensor.
+            sums: what :meth:`sums` has returned.
+        """
+        owner = "weight" if "weight" in problem.start else "bias"
+        gradient, state = sums.gradient, states[owner]
+        eta = spread(numbers[owner].lr, gradient)
+        with full_products(gradient):
+            if not self.averages:
+                found = _of_one_batch(problem, sums, eta)
             else:
-                found, state = self._on_running_gram(problem, gradient, h, state, eta)
+                found, state = self._on_running_gram(problem, sums, state, eta)
         moved = split(found, problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
         return new, {**states, owner: state}
 
-    def _on_running_gram(
-        self, problem: LocalProblem, gradient: Tensor, h: Tensor | None, state: Tensors, eta: Number
-    ) -> tuple[Tensor, Tensors]:
-        """Return Δ and the new state, which keeps the running C and its factorization."""
+    def factorizes(self, problem: LocalProblem, states: States) -> bool:
+        """Return True if this step factorizes C, and does not use an earlier factorization."""
+        owner = "weight" if "weight" in problem.start else "bias"
+        state = self._fitting(problem, join(problem.start), states[owner])
+        factors = "eigenvectors" if problem.loss.uses_transfer else "inverse"
+        return not self.averages or self._renews(problem.number) or factors not in state
+
+    def _fitting(self, problem: LocalProblem, gradient: Tensor, state: Tensors) -> Tensors:
+        """Return a state; an empty one if the bias was frozen or unfrozen, or the structure changed."""
         known = [state[name] for name in ("gram", "inverse", "eigenvectors") if name in state]
         structure = problem.structure or FULL
-        if not all(structure.fits(each, gradient.shape[-1]) for each in known):
-            state = {}  # the bias was frozen or unfrozen, or another structure was set
-        renew = self._renews(problem.number) or _factors(h) not in state
-        gram = state.get("gram")
-        if renew or self.decay > 0:
-            gram = running_average(gram, problem.square(gradient.dtype), self.decay)
+        return state if all(structure.fits(c, gradient.shape[-1]) for c in known) else {}
+
+    def _on_running_gram(
+        self, problem: LocalProblem, sums: Sums, state: Tensors, eta: Number
+    ) -> tuple[Tensor, Tensors]:
+        """Return Δ and the new state, which keeps the running C and its factorization."""
+        gradient, h, gram, renew = sums
+        state = self._fitting(problem, gradient, state)
         kept: Tensors = {}
         if gram is not None and self.decay > 0:
             kept["gram"] = gram
@@ -159,9 +215,9 @@ class Exact(Solver):
         *leading, _, n = joint.shape
         of_gram = structure.shape(n)
         shapes: dict[str, tuple[int, ...]] = {"gram": of_gram} if self.decay > 0 else {}
-        if not self._is_plain and bent:
+        if self.averages and bent:
             shapes |= {"eigenvalues": (n,), "eigenvectors": (n, n)}
-        elif not self._is_plain and self.every > 1:
+        elif self.averages and self.every > 1:
             shapes["inverse"] = of_gram
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
         owner = "weight" if "weight" in start else "bias"
@@ -188,16 +244,16 @@ class Exact(Solver):
     ) -> RowUse | None:
         if type(self).solve is not Exact.solve:
             return None
-        if self._is_plain:
+        if not self.averages:
             return RowUse(square=True, precise=True)
         known = structure.fits(state.get(_factors(None)), columns)
         renew = self._renews(number) or not known
         return RowUse(square=renew or self.decay > 0)
 
     @property
-    def _is_plain(self) -> bool:
-        """True if each batch's own problem is solved, without averages or damping."""
-        return self.every == 1 and self.decay == 0 and self.damping is None
+    def averages(self) -> bool:
+        """False if each batch's own problem is solved, without averages or damping."""
+        return not (self.every == 1 and self.decay == 0 and self.damping is None)
 
     def _renews(self, number: int) -> bool:
         return number % self.every == 0
@@ -211,22 +267,36 @@ class Exact(Solver):
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
 
 
+def operations(d: int, n: int, bent: bool) -> int:
+    """Return about how many multiplications and additions the solution of a problem takes.
+
+    Args:
+        d: outputs.
+        n: columns of ``[W b]``.
+        bent: the loss contains a transfer, so that the eigenvectors of C are needed.
+    """
+    return 9 * n**3 + 4 * d * n**2 if bent else n**3 // 3 + 2 * d * n**2
+
+
 def _factors(h: Tensor | None) -> str:
     """Return the key under which the state keeps the factorization of C."""
     return "inverse" if h is None else "eigenvectors"
 
 
-def _of_one_batch(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
+def _of_one_batch(problem: LocalProblem, sums: Sums, eta: Number) -> Tensor:
     """Return Δ of one batch's problem, from the rows if this process has all of them."""
-    if problem.others is not None or isinstance(problem.x, Gram):
-        return _on_gram(problem, gradient, h, eta)
+    gradient, h, gram, _ = sums
+    if gram is not None:
+        return _on_gram(problem, gradient, gram, h, eta)
     x = problem.inputs * problem.row_weight**0.5
     return implicit_step(gradient, x, eta) if h is None else sylvester(gradient, x, eta, h)
 
 
-def _on_gram(problem: LocalProblem, gradient: Tensor, h: Tensor | None, eta: Number) -> Tensor:
+def _on_gram(
+    problem: LocalProblem, gradient: Tensor, gram: Tensor, h: Tensor | None, eta: Number
+) -> Tensor:
     """Return Δ computed from C in float64, when the rows are condensed or on other processes."""
-    dtype, gradient, gram = gradient.dtype, gradient.double(), problem.square(torch.float64)
+    dtype, gradient = gradient.dtype, gradient.double()
     if problem.structure is not None:
         curvature = StructuredGram.beside(gradient, gram, may_be_padded=True)
         return (-eta * curvature.solve(gradient, gradient.new_ones(()), eta)).to(dtype)

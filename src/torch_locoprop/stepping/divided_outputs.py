@@ -99,7 +99,7 @@ def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
         return {name: tensor[first : first + most] for name, tensor in tensors.items()}
 
     whole = _with_all_rows(problem, facts, local_steps)
-    columns = {
+    columns: dict[str, Any] = {
         name: rows[..., first : first + most] for name, rows in _row_gradients(whole).items()
     }
     states = {

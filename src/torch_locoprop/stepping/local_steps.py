@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +20,12 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
 from torch_locoprop.solvers.base import Checked, States
-from torch_locoprop.stepping import divided_outputs, divided_polar, first_step
+from torch_locoprop.stepping import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+    first_step,
+)
 from torch_locoprop.stepping.build_problem import (
     Posed,
     local_problem,
@@ -35,6 +41,8 @@ from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Method, Plan
 from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
 
+Divided = ModuleType  # a module with is_divided(), round_size() and solved()
+DIVIDED: tuple[Divided, ...] = (divided_polar, divided_closed_forms)
 Directions = dict[nn.Parameter, Tensor]  # gradients for an outer optimizer
 
 
@@ -95,28 +103,31 @@ class LocalSteps:
         return directions
 
     def _solve_in_rounds(self, layers: Trained) -> Directions:
-        """Solve layers that several processes share; some of them take spectral steps together."""
+        """Solve layers that several processes share, some of them together."""
         directions: Directions = {}
-        waiting: list[Posed] = []
+        waiting: dict[Divided, list[Posed]] = {}
         for layer in reversed(layers):
             with streams.on_device(layer.given[0].device):
                 if layer.shared_facts is None:
                     directions |= self.solve(layer, layers[layer])
                     continue
                 posed = self._posed(layer, layers[layer])
-                if not divided_polar.is_divided(posed):
+                divided = next((each for each in DIVIDED if each.is_divided(posed)), None)
+                if divided is None:
                     directions |= self._solve_posed(posed)
                     continue
-                waiting.append(posed)
-                if len(waiting) == divided_polar.round_size(posed):
-                    directions |= self._solve_together(waiting)
-                    waiting = []
-        return directions | self._solve_together(waiting)
+                together = waiting.setdefault(divided, [])
+                together.append(posed)
+                if len(together) == divided.round_size(posed):
+                    directions |= self._solve_together(divided, waiting.pop(divided))
+        for divided, together in waiting.items():
+            directions |= self._solve_together(divided, together)
+        return directions
 
-    def _solve_together(self, layers: Sequence[Posed]) -> Directions:
-        """Take the spectral steps of some layers whose polar factors are divided among processes."""
+    def _solve_together(self, divided: Divided, layers: Sequence[Posed]) -> Directions:
+        """Solve some layers whose polar factors or closed forms are divided among processes."""
         directions: Directions = {}
-        for posed, (new, states) in zip(layers, divided_polar.solved(layers), strict=True):
+        for posed, (new, states) in zip(layers, divided.solved(layers), strict=True):
             directions |= self._apply_solution(posed, new, states)
         return directions
 
