@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal
 
 # The mathematics and what one step does, without compilers, processes, browsers and whole training runs.
 QUICK := $(addprefix tests/,paper solvers config layers stepping recording reporting) \
-	$(addprefix tests/promises/,test_backprop_identity.py test_equations.py test_readme.py)
+	$(addprefix tests/promises/,test_architecture.py test_backprop_identity.py test_equations.py test_readme.py)
 
 .DEFAULT_GOAL := help
 .PHONY: help demo quick test test-distributed check fuzz mutate soak matrix docs bench clean

@@ -32,8 +32,8 @@ class WeakHook:
     The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms`.
 
     The hook holds its owner weakly. ``copy.deepcopy(model)`` makes a model without the hook. A model
-    that was saved whole has the ``__exit__`` of a ``contextlib.nullcontext`` in its place, which returns
-    None for any arguments, so that the file loads where this package is not installed.
+    that was saved whole has the ``__exit__`` of a ``contextlib.nullcontext`` in its place. That returns
+    None for any arguments, and the file loads where this package is not installed.
 
     Args:
         owner: the object whose method is called.

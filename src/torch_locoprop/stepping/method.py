@@ -67,15 +67,9 @@ class LayerPlan:
     regularizer: Regularizer  # that the group names
     method: Method  # how the layer's problem is solved if it has rows
     needs_output: bool  # the step uses the pre-activations of the forward pass
-    needs_rows: (
-        bool  # neither the gradient nor XᵀX is enough for the first gradient and the solution
-    )
-    rows_are_steady: (
-        bool  # neither the step's number nor the state changes what the solver needs of rows
-    )
-    gram_serves: (
-        bool  # XᵀX can take the place of the rows in iterations: the local loss is quadratic
-    )
+    needs_rows: bool  # all rows: p.grad and XᵀX are not enough
+    rows_are_steady: bool  # the solver needs the same of the rows in every step
+    gram_serves: bool  # XᵀX can replace the rows: the local loss is quadratic
 
 
 class Plan:
@@ -243,7 +237,7 @@ def _layer_plan(
         method = Method(variant, components.solver(group), regularizer, group["local_steps"])
         method = method.as_backprop() if between or layer.obstacle else method
     loss = method.variant.loss
-    # As long as the transfer is not known, only single iterations need no rows.
+    # As long as the transfer is not known, only single iterations are known to need no rows.
     known = layer.decided or layer.explicit
     settled = known or not asked.loss.uses_transfer
     quadratic = loss.is_quadratic(layer.transfer or Linear())
