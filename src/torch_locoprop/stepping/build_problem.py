@@ -145,12 +145,13 @@ def _inputs(
     if part is not None:
         return part.inputs(layer, method, group, x, trained)
     mean = group["local_reduction"] == "mean"
-    weight: float | Tensor = 1 / max(layer.row_count, 1) if mean else 1.0
+    of_each = 1 / max(layer.row_count, 1) if mean else 1.0
+    weight: float | Tensor = of_each
     if use is not None and use.is_any and use.structure != FULL and layer.calls:
         if not isinstance(x, Gram):
             x = gram_of_calls(layer, layer.calls, use.dtype(layer.like), use.structure)
     elif any(call.kept is not None for call in layer.calls):
-        weight = row_weight(layer, weight)
+        weight = row_weight(layer, of_each)
     return Inputs(x, weight, layer.kind.linear_map)
 
 
