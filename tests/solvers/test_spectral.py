@@ -22,7 +22,7 @@ from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import equal_rows, polar
 from torch_locoprop.paper.structured_gram import ReducedGram
-from torch_locoprop.paper.targets import GradientDescent
+from torch_locoprop.paper.targets import GradientDescent, NaturalGradient
 from torch_locoprop.paper.transfers import Tanh
 from torch_locoprop.solvers import SOLVERS, Numbers, Spectral, spectral
 
@@ -513,6 +513,22 @@ def test_empty_states_stand_for_the_start(
     later = replace(problem, x=None, number=13)
     _, after = solver.solve(later, ends[0][1], {"weight": numbers}, 1, "constant")
     assert torch.equal(after["weight"]["inverse"], ends[0][1]["weight"]["inverse"])
+
+
+def test_the_gradient_of_a_natural_target_is_divided_by_the_fisher_matrix() -> None:
+    """``D⁻¹ G`` takes the place of G, with D damped by 1e-2 of its mean diagonal."""
+    x, root = torch.randn(8, 5).double(), torch.randn(4, 4).double()
+    plain, fisher = weight_problem(torch.zeros(4, 5).double(), x), root @ root.mT
+    shift = 1e-2 * fisher.diagonal().mean() * torch.eye(4).double()
+    solved = torch.linalg.solve(fisher + shift, plain.backprop["weight"])
+    ends = [
+        Spectral().solve(problem, {"weight": {}}, {"weight": Numbers(0.1)}, 1, "constant")[0]
+        for problem in (
+            replace(plain, target=NaturalGradient(), fisher=fisher, gamma=3.0),
+            replace(plain, backprop={"weight": solved}),
+        )
+    ]
+    torch.testing.assert_close(ends[0]["weight"], ends[1]["weight"])
 
 
 def test_a_process_without_outputs_takes_part() -> None:
