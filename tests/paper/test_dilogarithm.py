@@ -103,3 +103,10 @@ def test_finite_far_out(dtype):
     torch.testing.assert_close(value, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-30)
     torch.testing.assert_close(first, a.detach().relu())
     torch.testing.assert_close(second, (a > 0).to(dtype))
+
+
+def test_the_slope_of_the_dual_has_all_digits_on_both_sides_of_log_2():
+    """It is ``log(eʸ − 1)``; the series loses digits of the slope soon after log 2."""
+    y = torch.linspace(0.3, 1.25, 401, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(softplus_dual(y).sum(), y)
+    torch.testing.assert_close(slope, y.detach().expm1().log(), rtol=0, atol=2e-15)

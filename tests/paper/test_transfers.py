@@ -513,3 +513,16 @@ def test_quotients_of_rounding_stay_within_the_domain():
     """A quotient computed as a product with the reciprocal may be a little below −1."""
     below = torch.tensor([-0.7 * (1 + 1e-6)], dtype=torch.float64)
     assert ELU(0.7)._fraction(below).item() == -1
+
+
+@pytest.mark.parametrize("kind", [ReLU, ReLU6, SELU])
+def test_fixed_numbers_are_no_parameters(kind):
+    assert repr(kind()) == f"{kind.__name__}()"
+    with pytest.raises(TypeError):
+        kind(1.0)
+
+
+def test_celu_has_one_parameter():
+    assert repr(CELU(0.5)) == "CELU(alpha=0.5)"
+    with pytest.raises(TypeError):
+        CELU(0.5, 1.0)
