@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import ddp
 
-BATCHES, ROWS = (2, 4), 8  # of each process, and rows of a batch
+BATCHES, ROWS, EPOCHS = (1, 3), 8, 2  # of each process in an epoch, and rows of a batch
 Schedule = Callable[[Optimizer], LRScheduler]
 SETTINGS: dict[str, dict[str, Any]] = {
     "M": M,
@@ -46,6 +46,18 @@ def optimizer(name: str, model: nn.Module) -> LocoProp:
     return LocoProp(model, output_transfer="sigmoid", fallback=fallback, **given)
 
 
+def begin_epoch(opt: LocoProp) -> LRScheduler:
+    """Set all rates to those of the beginning, and return a schedule for an epoch."""
+    for group in opt.param_groups:
+        rate = group.setdefault("first_lr", float(group["lr"]))
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+        group.pop("initial_lr", None)
+    return ExponentialLR(opt, 0.5)
+
+
 def batch(step: int, rank: int) -> Tensor:
     numbers = torch.Generator().manual_seed(10 * step + rank)
     return torch.rand(ROWS, 6, generator=numbers, dtype=torch.float64)
@@ -55,15 +67,16 @@ def in_one_process(name: str, by_all: bool) -> tuple[list[Tensor], dict[Any, Any
     """Train with the batches of all processes that still have one."""
     model = network()
     opt = optimizer(name, model)
-    schedule = ExponentialLR(opt, 0.5)
-    for step in range(max(BATCHES)):
-        ranks = [rank for rank, number in enumerate(BATCHES) if step < number]
-        x = torch.cat([batch(step, rank) for rank in ranks])
-        part = len(ranks) / len(BATCHES) if by_all else 1.0
-        (part * binary_cross_entropy_with_logits(model(x), x)).backward()  # type: ignore[no-untyped-call]
-        opt.step()
-        opt.zero_grad()
-        schedule.step()
+    for epoch in range(EPOCHS):
+        schedule = begin_epoch(opt)
+        for step in range(max(BATCHES)):
+            ranks = [rank for rank, number in enumerate(BATCHES) if step < number]
+            x = torch.cat([batch(10 * epoch + step, rank) for rank in ranks])
+            part = len(ranks) / len(BATCHES) if by_all else 1.0
+            (part * binary_cross_entropy_with_logits(model(x), x)).backward()  # type: ignore[no-untyped-call]
+            opt.step()
+            opt.zero_grad()
+            schedule.step()
     return [p.detach() for p in model.parameters()], opt.state_dict()["state"]
 
 
@@ -77,14 +90,16 @@ def test_processes_without_batches_take_the_steps_of_the_others(name: str, by_al
         model = models[rank]
         wrapped = own.wrapped = DistributedDataParallel(model)
         opt = optimizer(name, model)
-        schedule = ExponentialLR(opt, 0.5)
-        with Join([wrapped, opt], divide_by_initial_world_size=by_all):
-            for step in range(BATCHES[rank]):
-                x = batch(step, rank)
-                binary_cross_entropy_with_logits(wrapped(x), x).backward()  # type: ignore[no-untyped-call]
-                opt.step()
-                opt.zero_grad()
-                schedule.step()
+        for epoch in range(EPOCHS):
+            schedule = begin_epoch(opt)
+            with Join([wrapped, opt], divide_by_initial_world_size=by_all):
+                for step in range(BATCHES[rank]):
+                    x = batch(10 * epoch + step, rank)
+                    binary_cross_entropy_with_logits(wrapped(x), x).backward()  # type: ignore[no-untyped-call]
+                    opt.step()
+                    opt.zero_grad()
+                    schedule.step()
+            assert not opt._hooks.averaging.has_joined
         assert all(p.grad is None for p in model.parameters())
         found: dict[Any, Any] = opt.state_dict()["state"]
         return found
