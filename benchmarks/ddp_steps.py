@@ -24,11 +24,12 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop import LocoProp
-from torch_locoprop.stepping import divided_outputs, divided_polar
+from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
 
 LAYERS, EARLY, STEPS, REPETITIONS = 8, 11, 20, 3
 METHODS: dict[str, dict[str, Any]] = {
     "spectral": {},
+    "closed-form": {"variant": "locoprop-s", "solver": "exact"},
     "locoprop-s": {"variant": "locoprop-s"},
     "locoprop-m": {"variant": "locoprop-m", "output_transfer": "linear"},
 }
@@ -54,7 +55,7 @@ def seconds(method: str, width: int, rows: int, *, divided: bool) -> list[float]
         distributed.barrier()
         start = time.perf_counter()
         with ExitStack() as stack:
-            for module in (divided_polar, divided_outputs):
+            for module in (divided_closed_forms, divided_outputs, divided_polar):
                 stack.enter_context(patch.object(module, "PAYS_FROM", 1))
                 if not divided:
                     stack.enter_context(patch.object(module, "is_divided", lambda posed: False))

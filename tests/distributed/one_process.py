@@ -55,7 +55,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop.distributed import averaging
 from torch_locoprop.fast.dispatch import graphs
-from torch_locoprop.stepping import divided_outputs, divided_polar
+from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT32 = ("M", "S", "closed form", "default", "spectral", "outer", "convolution, M")
@@ -109,7 +109,7 @@ def wrapped(case: Case, dtype: torch.dtype = torch.float64, *, divided: bool) ->
         if divided:
             group = wrapper.process_group
             stack.enter_context(patch.object(averaging, "averaging_processes", lambda joins: group))
-            for module in (divided_outputs, divided_polar):
+            for module in (divided_closed_forms, divided_outputs, divided_polar):
                 stack.enter_context(patch.object(module, "PAYS_FROM", 1))
         opt = train(case, wrapper)  # type: ignore[arg-type]
     assert (opt._hooks.averaging.processes is None) != divided
