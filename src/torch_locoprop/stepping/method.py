@@ -122,12 +122,11 @@ class Plan:
 
     def of(self, layer: LayerRecord) -> LayerPlan:
         """Return the plan of one layer, for its present role in the model."""
-        group = self.group(layer)
-        between = group["steps"] % group["every"] != 0
-        case = layer.role, between
+        group = self.group_of[layer.given[0]]
+        case = layer.role, group["steps"] % group["every"] != 0
         known = self._layers.get(layer)
         if known is None or known[0] != case:
-            known = case, _layer_plan(layer, group, self._components, between)
+            known = case, _layer_plan(layer, group, self._components, between=case[1])
             self._layers[layer] = known
             self._row_uses.pop(layer, None)
         return known[1]
@@ -160,8 +159,9 @@ class Plan:
             layer: the layer.
             moved: names of the tensors that the step moves.
         """
-        own, step = self.of(layer), self.group(layer)["steps"]
-        case = tuple(moved), None if own.rows_are_steady else step
+        own = self.of(layer)
+        step = None if own.rows_are_steady else self.group(layer)["steps"]
+        case = tuple(moved), step
         known = self._row_uses.get(layer)
         if known is None or known[0] != case:
             known = case, self._use_of_rows_now(own, states, diagnosed, layer, moved)
