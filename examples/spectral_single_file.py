@@ -34,6 +34,7 @@ from torch import Tensor, distributed, nn
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
 WINDOW = 0.97  # weight of the past in the share of the signal
 LEAST = 0.15  # the smallest agreement
+RATE, LEFT, MOST = 0.1, 0.2, 16.0  # of the growth of steps
 APPLY = ("solution", "gradient", "nothing")
 
 
@@ -56,7 +57,8 @@ class Spectral(torch.optim.Optimizer):
         averaging: weight of the past in the running average of C.
         damping: λ in a long run. It begins at 1 and falls as ``1 / (1 + t / fall)`` in step t.
         fall: see ``damping``.
-        agreement: the step is multiplied by this power of the agreement of the last gradients.
+        agreement: the step is multiplied by this power of the agreement of the last gradients and of
+            the growth of steps.
         apply: ``solution``, or for control runs ``gradient`` or ``nothing``.
     """
 
@@ -150,9 +152,12 @@ class Spectral(torch.optim.Optimizer):
         equal = direction / _positive(rows.sqrt())
         direction = equal * (_norm(direction) / _positive(_norm(equal)))
         scale = 0.2 * max(gradient.shape[-2:]) ** 0.5 * agreed
+        moves = direction * (-group["lr"] * scale)
+        if self.agreement > 0:
+            state["moved"] = moves
         if self.apply == "nothing":
             return
-        for layer, move in zip(stack, direction * (-group["lr"] * scale), strict=True):
+        for layer, move in zip(stack, moves, strict=True):
             columns = layer.in_features
             layer.weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(move[:, :columns])
             if (bias := _bias(layer)) is not None:
@@ -170,8 +175,25 @@ class Spectral(torch.optim.Optimizer):
             common = common / (1 - mu**self.steps)
         common = _average(state, "common", common, WINDOW)
         share = common / _positive(_average(state, "energy", square, WINDOW))
-        share = 1 - (1 - WINDOW ** (self.steps + 1)) * (1 - share)  # begins at 1
-        return share.clamp(LEAST**2, 1.0).sqrt() ** self.agreement
+        known = 1 - WINDOW ** (self.steps + 1)
+        share = 1 - known * (1 - share)  # begins at 1
+        growth = self._grown(state, gradient, mu, known)
+        return (share.clamp(LEAST**2, 1.0).sqrt() * growth) ** self.agreement
+
+    def _grown(
+        self, state: dict[str, Tensor], gradient: Tensor, mu: float, known: float
+    ) -> float | Tensor:
+        """Return the growth of steps, which rises while they leave much of the gradient along them."""
+        if self.steps == 0:
+            return 1.0
+        left, before = (
+            (g * state["moved"]).sum((-2, -1), keepdim=True) for g in (gradient, state["average"])
+        )
+        left = (-left * (1 - mu**self.steps) / _positive(before.abs())).clamp(-1, 1) - LEFT
+        rise = torch.where(left > 0, known * left, left)
+        past = state.get("growth", torch.ones_like(rise))
+        state["growth"] = (past * (RATE * rise).exp()).clamp(1.0, MOST)
+        return state["growth"]
 
     def _renew(self, state: dict[str, Tensor], squares: Tensor) -> None:
         """Average C with what the hooks have recorded, invert it, and clear the record."""

@@ -78,6 +78,7 @@ def test_spectral_step_by_its_formula(structure: str) -> None:
     state: dict[str, Tensor] | None = None
     average, rows, c = torch.zeros(4, 6).double(), torch.zeros(4, 1).double(), torch.zeros(6, 6)
     common = square = torch.zeros(())
+    growth, moved = torch.ones(()), torch.zeros(4, 6).double()
     for t in range(3):
         own, full = structured(grams[min(t, 1)], structure)
         gram = own if t < 2 else None  # the third step keeps C
@@ -97,7 +98,12 @@ def test_spectral_step_by_its_formula(structure: str) -> None:
         square = 0.97 * square + grad.square().sum()
         start = 0.97 ** (t + 1)
         agreed = (start + (1 - start) * common / square).clamp(0.15**2, 1) ** 0.5
-        expected = -0.1 * 0.2 * 6**0.5 * agreed**0.5 * equal
+        if t > 0:
+            left = -(grad * moved).sum() / (before * moved).sum().abs()
+            rise = left.clamp(-1, 1) - 0.2
+            growth = (growth * (0.1 * rise * (1 - start if rise > 0 else 1)).exp()).clamp(1, 16)
+        expected = -0.1 * 0.2 * 6**0.5 * (agreed * growth) ** 0.5 * equal
+        moved = expected
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)
 
 

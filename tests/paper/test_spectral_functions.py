@@ -1,5 +1,7 @@
 """The functions of the spectral step, against singular value decompositions and plain algebra."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch_locoprop.paper.spectral import (
     agreement,
     damped_inverse,
     equal_rows,
+    growth,
     has_fast_bf16,
     length,
     polar,
@@ -115,6 +118,29 @@ def test_agreement_begins_at_one() -> None:
     share, weights = torch.full((1, 1), 0.36), torch.tensor([0.0, 0.5, 1.0]).reshape(3, 1, 1)
     expected = torch.tensor([1.0, 0.68**0.5, 0.6]).reshape(3, 1, 1)
     torch.testing.assert_close(agreement(share, weights, 0.1), expected)
+
+
+@pytest.mark.parametrize(
+    ("past", "left", "before", "known", "expected"),
+    [
+        (2.0, -3.0, -3.0, 1.0, 2 * 1.1**0.75),  # as much is left as there was
+        (2.0, -3.0, -3.0, 0.5, 2 * 1.1**0.375),  # at the start
+        (2.0, -1.0, -4.0, 1.0, 2.0),
+        (2.0, 0.0, -4.0, 1.0, 2 * 1.1**-0.25),  # the minimum
+        (2.0, 0.0, -4.0, 0.0, 2 * 1.1**-0.25),
+        (2.0, 9.0, -4.0, 1.0, 2 * 1.1**-1.25),  # far behind it
+        (2.0, -9.0, -4.0, 1.0, 2 * 1.1**0.75),
+        (2.0, 3.0, 3.0, 1.0, 2 * 1.1**-1.25),  # the step was an ascent, and the next one would be
+        (2.0, 0.0, 0.0, 1.0, 2 * 1.1**-0.25),
+        (0.0, -3.0, -3.0, 1.0, 1.0),
+        (1.0, 3.0, -3.0, 1.0, 1.0),
+        (7.9, -3.0, -3.0, 1.0, 8.0),
+    ],
+)
+def test_growth(past: float, left: float, before: float, known: float, expected: float) -> None:
+    given = [torch.full((2, 1, 1), x).double() for x in (past, left, before, known)]
+    found = growth(*given, rate=math.log(1.1), least=0.25, most=8.0)
+    torch.testing.assert_close(found, torch.full((2, 1, 1), expected).double())
 
 
 def test_the_damped_inverse() -> None:

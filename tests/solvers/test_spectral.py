@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +24,7 @@ from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import equal_rows, polar
 from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.targets import GradientDescent, NaturalGradient
+from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.paper.transfers import Tanh
 from torch_locoprop.solvers import SOLVERS, Numbers, Spectral, spectral
 
@@ -37,6 +39,8 @@ class Oracle:
         self.t = 0
         self.gram = self.inverse = self.rows = torch.zeros(())
         self.gradients: list[Tensor] = []
+        self.moved: Tensor | None = None
+        self.growth = 1.0
 
     def move(self, gradient: Tensor, rows: Tensor) -> Tensor:
         """Return the displacement for the gradient of ``[W b]`` and the rows ``[X 1]``."""
@@ -63,17 +67,30 @@ class Oracle:
         found = direction / self.rows.sqrt()[:, None]
         found *= direction.norm() / found.norm()
         self.t += 1
-        return (
-            -self.lr * 0.2 * max(gradient.shape) ** 0.5 * found * self.agreed() ** solver.agreement
-        )
+        factor = float(self.agreed() * self.grown()) ** solver.agreement
+        self.moved = -self.lr * 0.2 * max(gradient.shape) ** 0.5 * factor * found
+        return self.moved
+
+    def mean(self, gradients: list[Tensor]) -> Tensor:
+        """Return the mean of gradients, with weights that fall by μ a step into the past."""
+        falling = self.mu ** torch.arange(len(gradients) - 1.0, -1, -1).double()
+        return torch.tensordot(falling / falling.sum(), torch.stack(gradients), 1)
+
+    def grown(self) -> float:
+        """Return the growth: of the slope along the last step, 0.2 may be left."""
+        if self.moved is not None:
+            before = float((self.mean(self.gradients[:-1]) * self.moved).sum())
+            left = float((self.gradients[-1] * self.moved).sum()) / -abs(before)
+            rise = min(max(left, -1), 1) - 0.2
+            rise *= 1 - 0.97**self.t if rise > 0 else 1
+            self.growth = min(max(self.growth * math.exp(0.1 * rise), 1), 16)
+        return self.growth
 
     def agreed(self) -> Tensor:
         """Return the root of the share of the signal: of its square in that of the gradients."""
         common, square = torch.zeros(()), torch.zeros(())
         for i, gradient in enumerate(self.gradients):
-            before = self.gradients[:i] or [gradient]
-            ages = torch.arange(len(before) - 1.0, -1, -1).double()
-            mean = torch.tensordot(self.mu**ages / (self.mu**ages).sum(), torch.stack(before), 1)
+            mean = self.mean(self.gradients[:i] or [gradient])
             common = 0.97 * common + (gradient * mean).sum()
             square = 0.97 * square + gradient.square().sum()
         start = 0.97 ** len(self.gradients)
@@ -365,6 +382,89 @@ def test_polar_factors_in_bfloat16(products: str, monkeypatch: pytest.MonkeyPatc
         assert 1e-4 < apart < 0.05
 
 
+# ---- the growth of steps ----------------------------------------------------------------------------
+
+
+def lengths_of_steps(
+    gradient_at: Callable[[Tensor], Tensor], steps: int, **changes: Any
+) -> tuple[list[float], Tensors]:
+    """Return how far one weight ``[3, 4]`` moves in each step, and the last state."""
+    solver, x = Spectral(**{"agreement": 1.0, **changes}), torch.eye(4).double()
+    weight, states, found = torch.zeros(3, 4).double(), {"weight": {}}, []  # type: ignore[var-annotated]
+    for step in range(steps):
+        problem = weight_problem(weight, x, number=step, backprop={"weight": gradient_at(weight)})
+        new, states = solver.solve(
+            problem, states, {"weight": Numbers(0.04, 0.9, 0.95)}, 1, "constant"
+        )
+        found.append(float((new["weight"] - weight).norm()))
+        weight = new["weight"]
+    return found, states["weight"]
+
+
+def test_steps_grow_while_gradients_stay() -> None:
+    """Sixteen times the length is the most, and half of the power is its root."""
+    constant = torch.randn(3, 4, generator=torch.manual_seed(0)).double()
+    grown, state = lengths_of_steps(lambda _: constant, 120)
+    usual, other = lengths_of_steps(lambda _: constant, 120, agreement=0.0)
+    half, _ = lengths_of_steps(lambda _: constant, 120, agreement=0.5)
+    assert grown[:2] == pytest.approx(usual[:2], rel=0.01)
+    assert grown[-1] == pytest.approx(16 * usual[-1], rel=1e-6)
+    assert half[-1] == pytest.approx(4 * usual[-1], rel=1e-6)
+    assert float(state["growth"]) == 16
+    assert not {"growth", "moved"} & other.keys()
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
+def test_steps_grow_towards_a_far_minimum_and_shrink_there(scale: float) -> None:
+    """The minimum is 125 usual steps of an entry away, whatever the scale of the loss."""
+    target = torch.randn(3, 4, generator=torch.manual_seed(0)).double().sign()
+
+    def distance(steps: int, agreement: float) -> tuple[float, float]:
+        """Return how far an entry is from the minimum after some steps, and the growth."""
+        seen = []
+
+        def gradient(weight: Tensor) -> Tensor:
+            seen.append(float((weight - target).norm()) / 12**0.5)
+            return scale * (weight - target)
+
+        _, state = lengths_of_steps(gradient, steps, agreement=agreement)
+        return seen[-1], float(state.get("growth", torch.ones(())))
+
+    near, growth = distance(60, 1.0)
+    assert near < 0.1
+    assert 2 < growth < 16
+    assert distance(60, 0.0)[0] > 0.3
+    there, growth = distance(300, 1.0)
+    assert there < 0.01
+    assert growth < 1.5
+
+
+def test_steps_do_not_grow_in_noise() -> None:
+    numbers = torch.Generator().manual_seed(0)
+    found, states = [], {"weight": {}}  # type: ignore[var-annotated]
+    for step in range(100):
+        noise = torch.randn(30, 40, generator=numbers).double()
+        problem = weight_problem(torch.zeros(30, 40).double(), torch.eye(40).double(), number=step)
+        problem = replace(problem, backprop={"weight": noise})
+        given = {"weight": Numbers(0.04, 0.9)}
+        _, states = Spectral(agreement=1.0).solve(problem, states, given, 1, "constant")
+        found.append(float(states["weight"]["growth"]))
+    assert max(found) < 1.05
+
+
+def test_a_state_of_an_earlier_version_has_no_growth_yet() -> None:
+    constant = torch.randn(3, 4, generator=torch.manual_seed(0)).double()
+    _, state = lengths_of_steps(lambda _: constant, 40)
+    earlier = {key: entry for key, entry in state.items() if key not in ("growth", "moved")}
+    problem = weight_problem(
+        torch.zeros(3, 4).double(), torch.eye(4).double(), number=40, backprop={"weight": constant}
+    )
+    numbers = {"weight": Numbers(0.04, 0.9, 0.95)}
+    _, states = Spectral(agreement=1.0).solve(problem, {"weight": earlier}, numbers, 1, "constant")
+    assert float(state["growth"]) > 1.5
+    assert float(states["weight"]["growth"]) == 1
+
+
 # ---- what tools ask of it --------------------------------------------------------------------------
 
 
@@ -390,7 +490,7 @@ def test_empty_states_have_the_shapes_of_full_ones(
         "step": (1, 1),
     }
     if agreement:
-        shapes |= {"energy": (1, 1), "signal": (1, 1)}
+        shapes |= {"moved": (3, 5), "energy": (1, 1), "signal": (1, 1), "growth": (1, 1)}
     assert {k: tuple(t.shape) for k, t in state.items()} == {
         k: (*leading, *shape) for k, shape in shapes.items()
     }

@@ -58,7 +58,8 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "general",
             "any model and loss, with nothing tuned: the spectral step, shorter where gradients are "
-            "noise. Works at a constant learning rate and with a schedule.",
+            "noise and longer while they stay the same. Works at a constant learning rate and with a "
+            "schedule.",
             {**_SPECTRAL, "solver": "general", "lr": 0.04},
         ),
         Preset(

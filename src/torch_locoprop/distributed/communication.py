@@ -119,17 +119,16 @@ def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsi
 def spectral(
     n: int, itemsize: int, *, renews: bool, agreement: bool, structure: Structure = FULL
 ) -> Traffic:
-    """Return the spectral step without its polar factor: XᵀX where it is renewed, and some norms.
+    """Return the spectral step without its polar factor: XᵀX where it is renewed, and a few numbers.
 
     Args:
         n: input features.
         itemsize: bytes of a number.
         renews: True in steps that renew XᵀX.
-        agreement: True if steps are scaled by the agreement of gradients.
+        agreement: True if steps are scaled by the agreement of gradients and by their growth.
         structure: which entries of XᵀX the step takes.
     """
-    norms = 4 if agreement else 2
-    step = Traffic(norms, norms * itemsize)
+    step = Traffic(3, 6 * itemsize) if agreement else Traffic(2, 2 * itemsize)
     if renews:
         step = step.plus(_gram(n, itemsize, structure))
     return step.plus(_finite())

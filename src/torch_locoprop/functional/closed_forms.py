@@ -111,7 +111,8 @@ def spectral(
         averaging: weight of the past in the running average of C.
         damping: the damping λ in a long run.
         fall: λ falls from 1 as ``1 / (1 + t / fall)`` in step t until it is ``damping``.
-        agreement: the power of the agreement of the last gradients that multiplies the step.
+        agreement: the step is multiplied by this power of the agreement of the last gradients and of
+            the growth of steps.
 
     Returns:
         The displacement, ``[..., d, n]``, and the state.

@@ -128,6 +128,41 @@ def agreement(signal: Tensor, known: Tensor, least: float) -> Tensor:
     return (1 - known * (1 - signal)).clamp(least**2, 1.0).sqrt()
 
 
+def growth(
+    past: Tensor,
+    left: Tensor,
+    before: Tensor,
+    known: Tensor,
+    rate: float,
+    least: float,
+    most: float,
+) -> Tensor:
+    """Return how many times their usual length steps may have, from what the last step has left.
+
+    ``left`` and ``before`` are the inner products of the last displacement with the gradient after it
+    and with the average gradient before it. Both are negative along a descent. Their quotient is 1
+    where the gradient along the step has not changed, so that a longer step would have been better,
+    and 0 or less where the step has reached the minimum along its direction or passed it. Noise that
+    is independent of that in other steps is in ``before`` alone, and makes the quotient small.
+
+    Args:
+        past: the growth of the last step, ``[..., 1, 1]``; 0 before there was one.
+        left: the inner product with the new gradient, ``[..., 1, 1]``.
+        before: the inner product with the average of the gradients until the last step,
+            ``[..., 1, 1]``.
+        known: the weight of what gradients tell, from 0 to 1, which makes the first steps cautious.
+        rate: how fast the logarithm of the growth follows the quotient.
+        least: the quotient at which the growth stays as it is.
+        most: the largest growth.
+
+    Returns:
+        The growth, between 1 and ``most``, ``[..., 1, 1]``.
+    """
+    share = (-left / _at_least_tiny(before.abs())).clamp(-1.0, 1.0) - least
+    share = torch.where(share > 0, known * share, share)
+    return (past * (rate * share).exp()).clamp(1.0, most)
+
+
 def damped_inverse(
     gram: Tensor,
     damping: Number,

@@ -27,6 +27,7 @@ from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.spectral import (
     agreement,
     equal_rows,
+    growth,
     has_fast_bf16,
     length,
     polar,
@@ -48,6 +49,7 @@ from torch_locoprop.solvers.base import Numbers, Solver, States
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
 WINDOW = 0.97  # weight of the past in the share of the signal in the gradients
 LEAST = 0.15  # the smallest agreement
+GROWTH = {"rate": 0.1, "least": 0.2, "most": 16.0}  # of steps that leave much of the gradient
 WIDEST = 8192  # columns of [W b] above which C, a matrix of this size, is left out
 
 
@@ -76,7 +78,8 @@ class Spectral(Solver):
         fall: λ begins at 1 and falls as ``1 / (1 + t / fall)`` in step t until it is ``damping``: where
             the inputs vary little, C is known only after some steps.
         agreement: the step is multiplied by this power of the agreement of the last gradients, which is
-            1 if they are equal and 0.15 if they are noise. 0 leaves the step as it is.
+            1 if they are equal and 0.15 if they are noise, and of the growth, which rises from 1 up to
+            16 while a step leaves much of the gradient along it. 0 leaves the step as it is.
     """
 
     every: int = 10
@@ -91,7 +94,7 @@ class Spectral(Solver):
         {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer"}
     )
     over_fallback = 3.0
-    row_state = frozenset({"average", "rows"})
+    row_state = frozenset({"average", "moved", "rows"})
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -187,10 +190,13 @@ class Spectral(Solver):
         d = factor.shape[-2] if problem.outputs is None else problem.outputs.d
         scale = -0.2 * max(d, factor.shape[-1]) ** 0.5 * spread(own.lr, factor)
         if self.agreement > 0:
-            known = 1 - WINDOW ** state["step"].to(factor)
-            scale = scale * agreement(state["signal"], known, LEAST) ** self.agreement
+            agreed = agreement(state["signal"], _known(state, factor), LEAST)
+            scale = scale * (agreed * state["growth"]) ** self.agreement
         scales = scale * equal_rows(lengths, state["rows"], partial(_norm, problem))
-        moved = split((scales * factor).to(dtype), problem.start)
+        displacement = scales * factor
+        if self.agreement > 0:
+            state["moved"] = displacement
+        moved = split(displacement.to(dtype), problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
         kept = {key: entry if key == "step" else entry.to(dtype) for key, entry in state.items()}
         return new, {**states, owner: kept}
@@ -229,7 +235,7 @@ class Spectral(Solver):
         if n <= WIDEST or structure != FULL:
             shapes |= {"gram": of_gram, "inverse": of_gram}
         if self.agreement > 0:
-            shapes |= {"energy": (1, 1), "signal": (1, 1)}
+            shapes |= {"moved": (d, n), "energy": (1, 1), "signal": (1, 1), "growth": (1, 1)}
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
         for key in {"gram", "inverse"} & state.keys():  # an inverse of zeros would stop the layer
             one = torch.eye(of_gram[-1], dtype=joint.dtype, device=joint.device)
@@ -296,28 +302,46 @@ def _gradient(problem: LocalProblem) -> Tensors:
 
 
 def _compared(problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Number) -> Tensors:
-    """Return the state with the share of the signal in the last gradients.
+    """Return the state with the share of the signal in the last gradients, and the growth of steps.
 
     Args:
         problem: the local problem.
         gradient: the gradient of this step, ``[..., d, n]``.
-        state: the state, whose average gradient is that of the steps before this one.
+        state: the state, whose average gradient and displacement are those of the step before.
         mu: the decay of that average.
     """
-    square = _norm(problem, gradient).square()
-    shared, past = square, state.get("average")
-    if past is not None:
-        product = torch.linalg.vecdot(gradient.flatten(-2), past.flatten(-2))[..., None, None]
-        product = problem.of_all_outputs(product)
-        before = state["step"].to(gradient) - 1
-        shared = torch.where(before > 0, product / (1 - mu**before), square)
+    past, moved = state.get("average"), state.get("moved")
+    nothing = torch.zeros_like(gradient)
+    past = nothing if past is None else past
+    moved = nothing if moved is None else moved
+    pairs = ((gradient, gradient), (gradient, past), (gradient, moved), (past, moved))
+    products = torch.stack(
+        [torch.linalg.vecdot(a.flatten(-2), b.flatten(-2)) for a, b in pairs], -1
+    )
+    products = problem.of_all_outputs(products[..., None, :])
+    square, shared, left, ahead = products.split(1, -1)
+    before = state["step"].to(gradient) - 1
+    seen = 1 - mu**before  # the weight of all gradients in their average
+    shared = torch.where(before > 0, shared / seen, square)
     energy = past_shared = None
     if "signal" in state:  # energy is kept as a root, which half precision can hold
         energy = state["energy"].square()
         past_shared = state["signal"] * energy
     shared, energy = _average(past_shared, shared, WINDOW), _average(energy, square, WINDOW)
     tiny = torch.finfo(energy.dtype).tiny
-    return {**state, "energy": energy.sqrt(), "signal": shared / energy.clamp_min(tiny)}
+    grown = state.get("growth", torch.ones_like(energy))
+    known = _known(state, gradient)
+    return {
+        **state,
+        "energy": energy.sqrt(),
+        "signal": shared / energy.clamp_min(tiny),
+        "growth": growth(grown, seen * left, ahead, known, **GROWTH),
+    }
+
+
+def _known(state: Tensors, like: Tensor) -> Tensor:
+    """Return the weight of the gradients so far in the share of the signal, ``[..., 1, 1]``."""
+    return 1 - WINDOW ** state["step"].to(like)
 
 
 def _average(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
