@@ -319,7 +319,7 @@ def _compared(problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Numbe
         [torch.linalg.vecdot(a.flatten(-2), b.flatten(-2)) for a, b in pairs], -1
     )
     products = problem.of_all_outputs(products[..., None, :])
-    square, shared, left, ahead = products.split(1, -1)
+    square, shared, left, ahead = products.chunk(4, -1)
     before = state["step"].to(gradient) - 1
     seen = 1 - mu**before  # the weight of all gradients in their average
     shared = torch.where(before > 0, shared / seen, square)
