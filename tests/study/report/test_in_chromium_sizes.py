@@ -225,7 +225,7 @@ def test_method_names_wrap_under_themselves(opening: Any) -> None:
             assert max(lines for *_, lines in rows) > 1, "some names have several lines"
 
 
-def test_no_word_of_a_name_is_broken_and_rows_stay_low(opening: Any) -> None:
+def test_rows_of_the_ranking_can_be_read_on_a_phone(opening: Any) -> None:
     shown = opening("many")
     shown.evaluate(
         "const origin = [...document.querySelectorAll('#ranking td[data-key=origin]')][2];"
@@ -242,6 +242,8 @@ def test_no_word_of_a_name_is_broken_and_rows_stay_low(opening: Any) -> None:
             " }).map(word => word[0]); })"
         )
         assert broken == [], width
+        loss = box(shown, "#ranking td[data-key=train]")
+        assert loss["x"] + loss["width"] <= width, "the first loss is on the screen"
         row, name, text = shown.evaluate(
             "[document.querySelector('#ranking tr:has(.long)'),"
             " document.querySelector('#ranking tr:has(.long) .named'),"
