@@ -194,6 +194,7 @@ class LocoProp(WithParamGroups):
 
     def _set_targets(self, trained: Trained) -> LocalSteps:
         """Set each layer's target and local loss, from what the passes have recorded."""
+        groups, is_planned = self._local_groups(), self._is_planned()
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)
@@ -202,8 +203,7 @@ class LocoProp(WithParamGroups):
             self._notices.hidden(hidden)
         if any(layer.calls and not layer.decided for layer in self._layers):
             self._detect_transfers()
-        groups = self._local_groups()
-        if not self._plan.is_current(groups):
+        if not is_planned:
             self._plan_again(trained)
         if any("v" in layer.needs for layer in trained):
             self._notices.hooked(trained)

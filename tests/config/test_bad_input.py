@@ -104,16 +104,30 @@ def test_components_of_the_wrong_type(options: dict[str, Any], message: str) -> 
     [
         ({"solver": "rmsprob"}, "Unknown solver 'rmsprob'. Did you mean 'rmsprop'"),
         ({"solver": Sgd()}, "in a parameter group, which holds names: sgd, momentum"),
-        ({"variant": 3}, "Invalid variant=3 in a parameter group"),
+        ({"variant": 3}, "Invalid variant=3"),
+        ({"variant": "locoprop-m"}, "'locoprop-m' has no closed form for solver='general'"),
+        ({"every": 0}, "Invalid every=0"),
+        ({"gate": True}, "gate=True and cap_by='backprop' depend on gamma"),
+        ({"max_rows": -1}, "Invalid max_rows=-1"),
     ],
 )
-def test_groups_changed_to_what_is_not_known(setting: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("before_the_pass", [True, False])
+def test_groups_changed_to_what_is_not_allowed(
+    setting: dict[str, Any], message: str, before_the_pass: bool
+) -> None:
     model = network()
     opt = LocoProp(model)
-    model(batch(5, 6)).sum().backward()
-    opt.param_groups[0].update(setting)
-    with pytest.raises((TypeError, ValueError), match=message):
-        opt.step()
+    before = weights(model)
+    if before_the_pass:
+        opt.param_groups[0].update(setting)
+        with pytest.raises((TypeError, ValueError), match=message):
+            model(batch(5, 6))
+    else:
+        model(batch(5, 6)).sum().backward()
+        opt.param_groups[0].update(setting)
+        with pytest.raises((TypeError, ValueError), match=message):
+            opt.step()
+    assert_close(weights(model), before, 0.0)
 
 
 def test_parameters_instead_of_a_model() -> None:

@@ -133,9 +133,15 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def _require_anew(self) -> None:
         """Plan again before a forward pass if settings have changed since the last step."""
-        current = self._plan.is_current(self._local_groups())
-        if not current and all(layer.starts_afresh() for layer in self._layers):
+        if not self._is_planned() and all(layer.starts_afresh() for layer in self._layers):
             self._require()
+
+    def _is_planned(self) -> bool:
+        """Return True if the plan is for the settings as they are now; check these if it is not."""
+        current = self._plan.is_current(self._local_groups())
+        for group in [] if current else self._local_groups():
+            self._components.check(group)
+        return current
 
     @property
     def skipped_updates(self) -> dict[str, int]:
