@@ -14,6 +14,7 @@ from unittest.mock import patch
 import processes
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from sharded_cases import (
     CASES,
     Case,
@@ -28,6 +29,7 @@ from sharded_cases import (
     whole_tensors,
 )
 from torch import Tensor, distributed, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -85,7 +87,7 @@ def _train_all(rank: int, folder: Path, world: int) -> None:
     if world == 3:
         check_counts(rank, world)
         check_images(rank, world)
-        _matrices_without_inputs(rank, world)
+        _matrices_without_inputs(rank, world, folder)
 
 
 class Attention(nn.Module):
@@ -101,14 +103,14 @@ class Attention(nn.Module):
         return out
 
 
-def _matrices_without_inputs(rank: int, world: int) -> None:
-    """The default fallback does in several processes what it does in one."""
+def _matrices_without_inputs(rank: int, world: int, folder: Path) -> None:
+    """The default fallback does in several processes, and after a checkpoint, what it does in one."""
     names = ("attention.in_proj_weight", "attention.out_proj.weight", "head.weight", "head.bias")
-    found: dict[bool, dict[str, Tensor]] = {}
-    for alone in (True, False):
+    found: dict[str, dict[str, Tensor]] = {}
+    for kind in ("alone", "sharded", "resumed"):
         torch.manual_seed(0)
         model: nn.Module = Attention().double()
-        if not alone:
+        if kind != "alone":
             fully_shard(model.attention)
             fully_shard(model)
         with warnings.catch_warnings():
@@ -116,15 +118,27 @@ def _matrices_without_inputs(rank: int, world: int) -> None:
             opt = LocoProp(model, output_transfer="linear", solver=Spectral(agreement=0.5))
         assert "SpectralAdamW" in opt.summary()
         numbers = torch.Generator().manual_seed(1)
-        share = slice(None) if alone else slice(2 * rank, 2 * rank + 2)
-        for _ in range(4):
+        share = slice(None) if kind == "alone" else slice(2 * rank, 2 * rank + 2)
+        for step in range(4):
             x = torch.rand(2 * world, 5, 8, generator=numbers).double()[share]
+            if step == 2 and kind != "alone":
+                state = dict(zip(("model", "opt"), get_state_dict(model, opt), strict=True))
+                if kind == "sharded":
+                    dcp.save(state, checkpoint_id=folder / "attention")
+                else:
+                    dcp.load(state, checkpoint_id=folder / "attention")
+                    loaded = {"model_state_dict": state["model"], "optim_state_dict": state["opt"]}
+                    set_state_dict(model, opt, **loaded)
+            if step < 2 and kind == "resumed":
+                continue
             (model(x) - x).square().mean().backward()
             opt.step()
             opt.zero_grad()
-        found[alone] = dict(zip(dict(model.named_parameters()), whole_tensors(model), strict=True))
-    for name in names:
-        torch.testing.assert_close(found[False][name], found[True][name], rtol=0, atol=1e-10)
+        found[kind] = dict(zip(dict(model.named_parameters()), whole_tensors(model), strict=True))
+    for name in names:  # the bias of the keys has gradients of rounding errors alone
+        for kind in ("sharded", "resumed"):
+            one = found["alone"][name]
+            torch.testing.assert_close(found[kind][name], one, rtol=0, atol=1e-10)
 
 
 def _exchanging_weights() -> AbstractContextManager[object]:
