@@ -4,7 +4,7 @@ import mpmath
 import pytest
 import torch
 
-from torch_locoprop.paper.dilogarithm import softplus_dual, softplus_integral
+from torch_locoprop.paper.dilogarithm import _COEFFICIENTS, softplus_dual, softplus_integral
 
 GRID = torch.cat([torch.linspace(-50, 50, 101), torch.linspace(-1, 1, 21)]).double()
 
@@ -110,3 +110,12 @@ def test_the_slope_of_the_dual_has_all_digits_on_both_sides_of_log_2():
     y = torch.linspace(0.3, 1.25, 401, dtype=torch.float64, requires_grad=True)
     (slope,) = torch.autograd.grad(softplus_dual(y).sum(), y)
     torch.testing.assert_close(slope, y.detach().expm1().log(), rtol=0, atol=2e-15)
+
+
+def test_coefficients_are_those_of_bernoulli():
+    """The last of them change no result by more than its rounding."""
+    with mpmath.workdps(40):
+        expected = [
+            float(mpmath.bernoulli(2 * k) / mpmath.factorial(2 * k + 1)) for k in range(1, 9)
+        ]
+    assert pytest.approx(expected, rel=1e-15, abs=0) == list(_COEFFICIENTS)

@@ -526,3 +526,10 @@ def test_celu_has_one_parameter():
     assert repr(CELU(0.5)) == "CELU(alpha=0.5)"
     with pytest.raises(TypeError):
         CELU(0.5, 1.0)
+
+
+def test_an_elu_may_be_steepest_below_zero():
+    steep = ELU(1.0, 1.0, 2.0)
+    assert steep.max_slope == 2.0
+    slope = steep.derivative(tensor(-1e-9, 1.0))
+    torch.testing.assert_close(slope, tensor(2.0, 1.0))

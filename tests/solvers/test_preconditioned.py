@@ -425,6 +425,13 @@ def test_the_secant_leaves_a_twentieth_of_the_way_to_the_minimum_of_a_quadratic(
     part = descending_fraction(slope, slope(torch.zeros(3).double()), 3)
     torch.testing.assert_close(part.t, minima - 0.05**2 * (minima - 1))
 
+    def near(t: Tensor) -> tuple[Tensor, Tensor]:
+        return t - 0.99, t.unsqueeze(-2)
+
+    # A shorter step than the last is at most nine tenths of what lies between.
+    part = descending_fraction(near, near(torch.zeros(1)), 2)
+    torch.testing.assert_close(part.t, torch.tensor([0.95 * 0.9]))
+
 
 def test_a_direction_that_ascends_is_not_taken() -> None:
     def slope(t: Tensor) -> tuple[Tensor, Tensor]:
