@@ -152,3 +152,23 @@ def test_complex_parameters_are_refused_and_leave_no_group() -> None:
         opt.add_param_group({"params": [third, complex_one]})
     assert [group["params"] for group in opt.param_groups] == [[first], [second]]
     opt.add_param_group({"params": [third]})
+
+
+@EACH
+def test_sparse_gradients(cls: Any, name: str, options: dict[str, float]) -> None:
+    """SGD and momentum take the steps of dense gradients; the others have no formula for zeros."""
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(4, 2, sparse=sparse)
+        opt = cls(table.parameters(), **options)
+        for rows in ([1, 2], [2, 3]):
+            opt.zero_grad()
+            table(torch.tensor(rows)).sum().backward()
+            if sparse and name not in ("sgd", "momentum"):
+                with pytest.raises(RuntimeError, match=f"{cls.__name__} does not support sparse"):
+                    opt.step()
+                return
+            opt.step()
+        ends.append(table.weight.detach())
+    torch.testing.assert_close(*ends)
