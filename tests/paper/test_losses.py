@@ -101,3 +101,9 @@ def test_curvature_is_the_mean_hessian(name: str) -> None:
     dense = torch.diag(found) if transfer.elementwise else found
     torch.testing.assert_close(dense, expected, rtol=1e-10, atol=1e-12)
     assert Squared().curvature(a, transfer) is None
+
+
+def test_a_loss_of_ones_own_promises_nothing_that_it_has_not_said() -> None:
+    assert LocalLoss.uses_transfer
+    assert not LocalLoss.closed_form
+    assert not LocalLoss.convex

@@ -110,3 +110,9 @@ def test_a_rate_of_zero_pulls_nothing_back() -> None:
     assert torch.equal(found[0], gradient["weight"][0])
     torch.testing.assert_close(found[1], gradient["weight"][1] + 2 * moved["weight"][1])
     assert torch.equal(pulled_back_to_start(gradient, moved, 0.0)["weight"], gradient["weight"])
+
+
+def test_a_metric_of_the_last_batch_alone() -> None:
+    assert FisherMahalanobis(decay=0.0).decay == 0
+    with pytest.raises(ValueError, match=r"Invalid decay=1\.0"):
+        FisherMahalanobis(decay=1.0)

@@ -35,3 +35,5 @@ def test_a_solver_of_ones_own_is_not_replayed_and_has_one_phase() -> None:
     solver = Solver()
     assert not solver.is_fixed_work(0, torch.zeros(2, 3), False)
     assert {solver.phase(number) for number in range(4)} == {0}
+    assert not solver.closed_form  # nothing is promised that it has not said
+    assert not solver.stateless
