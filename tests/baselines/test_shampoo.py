@@ -325,3 +325,9 @@ def test_invalid_settings(options: dict[str, Any], message: str) -> None:
         Shampoo([parameter], **options)
     with pytest.raises(ValueError, match=message):
         Shampoo([{"params": [parameter], **options}])
+
+
+def test_a_cuda_graph_cannot_replay_its_steps() -> None:
+    """The number of the step is a number of the host, which each step computes with."""
+    opt = Shampoo([nn.Parameter(torch.zeros(2, 2))])
+    assert not opt.capturable
