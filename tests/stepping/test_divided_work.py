@@ -68,12 +68,11 @@ def small_layers_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divided_polar, "PAYS_FROM", 6)
 
 
-@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", [*CASES, *NOT_DIVIDED])
-def test_divided_work_is_that_of_one_process(name: str, world: int) -> None:
+def test_divided_work_is_that_of_one_process(name: str) -> None:
     case, one = {**CASES, **NOT_DIVIDED}[name], network("smooth")
     opt = train(case, one)
-    for weights, states, divided in in_threads(case, world):
+    for weights, states, divided in in_threads(case, 3):
         of_outputs = name in CASES and not name.startswith("spectral")
         expected = [of_outputs, of_outputs and name != "M, softmax"]
         assert divided == [divided_outputs.DIVIDED if each else "" for each in expected]

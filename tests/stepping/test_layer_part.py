@@ -36,8 +36,17 @@ MORE = {
     "mean of a running closed form": Case({**RUNNING, **MEAN}),
     "mean of M, gate": Case({**M, **MEAN, "gate": True, "lr": 0.5}),
 }
+# The other cases, about loops and passes, are for real processes in tests/distributed.
+NAMES = (
+    *("M", "S", "closed form", "default", "S in blocks", "running closed form in blocks"),
+    *("mean of S, diagonal", "spectral in blocks", "closed form of M", "running closed form"),
+    *("preconditioned", "spectral with agreement", "mean", "mean of S", "gate and cap", "maximize"),
+    *("weight decay", "solver of the user's", "outer", "outer, capped", "softmax"),
+    *("softmax, closed form", "convolution, M", "convolution, S", "grouped convolution"),
+    *("transposed convolution", "frozen bias of M", "discarded", "uneven", "uneven, convolution"),
+    *MORE,
+)
 CASES = {**ALL_CASES, **MORE}
-NAMES = tuple(CASES)
 EXCHANGED = ("M", "momentum", "mean", "uneven", "frozen bias of M", "softmax")
 
 

@@ -180,7 +180,7 @@ class LocalSteps:
         """Solve a problem and apply the solution."""
         solver, local_steps = posed.method.solver, posed.method.local_steps
         local_decay = self.plan.group(posed.layer)["local_decay"]
-        divided = divided_outputs.is_divided(posed)
+        divided = posed.problem.others is not None and divided_outputs.is_divided(posed)
         posed.layer.division = divided_outputs.DIVIDED if divided else ""
         if divided:
             new, states = divided_outputs.solved(posed, local_decay)
@@ -204,7 +204,7 @@ class LocalSteps:
             for name, state in states.items()
             for pair in _state_pairs(self.state[trained[name]], state, settled, part)
         ]
-        cap = None if caps_outer(self.apply, group) else group["cap"]
+        cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
         found = Guarded(new)
         if group["gate"] or cap is not None:
             found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
