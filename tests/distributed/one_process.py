@@ -1,6 +1,6 @@
 """One process of a process group: NCCL on a GPU, gloo without one, each case compared with a plain run.
 
-    PYTHONPATH=src:examples python tests/distributed/one_process.py
+    PYTHONPATH=src:examples:tests python tests/distributed/one_process.py
 
 Prints a line for each case with the distance of the two runs' weights, relative to the way that they
 moved. Goes on after a case that fails, and ends with 1 if one did. ``test_one_process.py`` runs them

@@ -14,13 +14,11 @@ import torch_locoprop
 
 @pytest.mark.distributed
 def test_one_process_of_a_group_is_one_without() -> None:
-    source, examples = (
-        Path(torch_locoprop.__file__).parents[1],
-        Path(__file__).parents[2] / "examples",
-    )
+    source, tests = Path(torch_locoprop.__file__).parents[1], Path(__file__).parents[1]
+    folders = (source, tests.parent / "examples", tests)
     done = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("one_process.py"))],
-        env={**os.environ, "PYTHONPATH": f"{source}{os.pathsep}{examples}"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
         capture_output=True,
         text=True,
         timeout=300,
