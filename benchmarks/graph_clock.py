@@ -146,7 +146,7 @@ def markdown(content: dict[str, Any]) -> str:
     for method in next(iter(models.values())):
         cells = []
         for rows in models.values():
-            row = rows[method]
+            row = rows.get(method, {"missing": "not measured"})
             if "missing" in row:
                 cells.append("–")
                 continue

@@ -3,20 +3,26 @@
     python benchmarks/results_table.py results/mnist-tanh-standard
     python benchmarks/results_table.py results/mnist-tanh-standard --varied
     python benchmarks/results_table.py results/mnist-tanh-standard --reach 60 55 53 52
+    python benchmarks/results_table.py results/mnist-tanh-standard --reach 53 52 51 \
+        --clock benchmarks/results/graph-clock-h200-tf32.json
 
 One row a method and its settings, the best final train loss first; several numbers are several seeds,
 and curves are their means. Seconds are of all epochs, from runs that had the machine to themselves.
 Runs with other local iterations or another local solver than a method is registered with are a table
 of their own: `--varied`. `--reach` has instead the epoch after which each was first at these train
 losses, by the mean of its seeds and in the schedule of its whole run, and the seconds till then.
+`--clock` takes the milliseconds of a step from a file of `benchmarks.graph_clock` for these seconds, in
+which every method's step is a CUDA graph, and shows the methods of that file only.
 """
 
 import argparse
 import json
+import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.training.config import RunConfig
@@ -25,6 +31,7 @@ from torch_locoprop.study.training.run_result import RunResult, result_of
 
 EPOCHS = (20, 40, 60, 80)
 TOLD = {"solver": "local {}", "local_steps": "T = {}", "lr": "lr = {:g}", "gamma": "gamma = {:g}"}
+IMAGES = 60_000  # training images of MNIST and Fashion-MNIST
 TIMINGS = Path(__file__).parents[1] / "results" / "timings"
 
 
@@ -102,9 +109,19 @@ def passed(level: float, runs: list[RunResult]) -> int | None:
     return None
 
 
-def reach_row(levels: list[float], runs: list[RunResult]) -> list[str]:
+def by_clock(config: RunConfig, clock: dict[str, Any]) -> float | None:
+    """The seconds of an epoch by a file of `benchmarks.graph_clock`, or None if it has none."""
+    step = clock["models"].get(config.model, {}).get(config.method, {})
+    alike = config.batch_size == clock["batch"] and config.precision in ("fp32", "tf32")
+    return math.ceil(IMAGES / config.batch_size) * step["ms"] / 1e3 if alike and step else None
+
+
+def reach_row(
+    levels: list[float], runs: list[RunResult], clock: dict[str, Any] | None = None
+) -> list[str]:
     """Epoch and seconds to each level."""
-    each = seconds_per_epoch(runs[0].config)
+    config = runs[0].config
+    each = seconds_per_epoch(config) if clock is None else by_clock(config, clock)
     epochs = [passed(level, runs) for level in levels]
     cells = [
         "–" if epoch is None else f"{epoch}" if each is None else f"{epoch}: {epoch * each:.1f} s"
@@ -135,10 +152,20 @@ def table(folder: Path, varied: bool = False) -> str:
     return markdown(head, [row(runs) for runs in gathered(folder, varied)])
 
 
-def reach_table(folder: Path, levels: list[float], varied: bool = False) -> str:
+def reach_table(
+    folder: Path,
+    levels: list[float],
+    varied: bool = False,
+    clock: dict[str, Any] | None = None,
+) -> str:
     """When each passed the levels, as Markdown: `epoch: seconds`."""
     head = ["method", *(f"train loss {level:g}" for level in levels), "seconds per epoch"]
-    return markdown(head, [reach_row(levels, runs) for runs in gathered(folder, varied)])
+    shown = [
+        runs
+        for runs in gathered(folder, varied)
+        if clock is None or by_clock(runs[0].config, clock) is not None
+    ]
+    return markdown(head, [reach_row(levels, runs, clock) for runs in shown])
 
 
 if __name__ == "__main__":
@@ -150,8 +177,12 @@ if __name__ == "__main__":
     parser.add_argument(
         "--reach", type=float, nargs="+", metavar="LOSS", help="when these train losses were passed"
     )
+    parser.add_argument("--clock", type=Path, help="seconds from this file of graph_clock")
     given = parser.parse_args()
+    if given.clock and not given.reach:
+        parser.error("--clock needs --reach.")
     if given.reach:
-        print(reach_table(given.folder, given.reach, given.varied))
+        clock = json.loads(given.clock.read_text()) if given.clock else None
+        print(reach_table(given.folder, given.reach, given.varied, clock))
     else:
         print(table(given.folder, given.varied))

@@ -40,7 +40,7 @@ def step(model: nn.Module, opt: LocoProp, seed: int = 1) -> None:
         ({**GAMMA, "variant": "natural-s"}, {"fisher"}, {"fisher"}),
         ({**GAMMA, "variant": "locoprop-s", "regularizer": "fisher"}, {"fisher"}, {"fisher"}),
     ],
-    ids=str,
+    ids=lambda given: str(given if isinstance(given, dict) else sorted(given)),
 )
 def test_gradients_of_rows_are_recorded_where_a_step_needs_them(
     settings: dict[str, Any], first: set[str], later: set[str]
