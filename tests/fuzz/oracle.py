@@ -208,15 +208,33 @@ def spectral_move(
     state["rows"] = rho * state.get("rows", 0.0) + (1 - rho) * (direction**2).mean(1)
     even = direction / np.array([_or_one(root) for root in np.sqrt(state["rows"])])[:, None]
     even = even * np.linalg.norm(direction) / _or_one(np.linalg.norm(even))
-    return -lr * 0.2 * max(G.shape) ** 0.5 * even * _agreed(gradients, mu) ** power
+    length = (_agreed(gradients, mu) * _grown(gradients, mu, state)) ** power
+    state["moved"] = -lr * 0.2 * max(G.shape) ** 0.5 * even * length
+    return state["moved"]
+
+
+def _before(gradients: list[Array], i: int, mu: float) -> Array:
+    """Return the weighted mean of the gradients before the i-th, of the first if there is none."""
+    weights = mu ** np.arange(i - 1, -1, -1.0) if i else np.ones(1)
+    return np.average(gradients[: max(i, 1)], axis=0, weights=weights)
+
+
+def _grown(gradients: list[Array], mu: float, state: dict[str, Any]) -> float:
+    """Return how many times their length steps have, from the slope that the last one has left."""
+    if "moved" in state:
+        slope = (_before(gradients, len(gradients) - 1, mu) * state["moved"]).sum()
+        left = -(gradients[-1] * state["moved"]).sum() / _or_one(abs(slope))
+        excess = np.clip(left, -1.0, 1.0) - 0.2
+        excess *= 1 - 0.97 ** len(gradients) if excess > 0 else 1.0
+        state["growth"] = float(np.clip(state["growth"] * np.exp(0.1 * excess), 1.0, 16.0))
+    return state.setdefault("growth", 1.0)
 
 
 def _agreed(gradients: list[Array], mu: float) -> float:
     """Return the root of the share of the signal in the squares of the gradients."""
     common = square = 0.0
     for i, each in enumerate(gradients):
-        weights = mu ** np.arange(i - 1, -1, -1.0) if i else np.ones(1)
-        mean = np.average(gradients[: max(i, 1)], axis=0, weights=weights)
+        mean = _before(gradients, i, mu)
         common = 0.97 * common + (each * mean).sum()
         square = 0.97 * square + (each**2).sum()
     start = 0.97 ** len(gradients)

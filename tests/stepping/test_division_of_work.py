@@ -62,6 +62,8 @@ def posed(
         regularizer=REGULARIZERS[regularizer],
         start=start,
         x=x,
+        g=None,
+        v=torch.zeros(8, d) if "v" in own.target.needs else None,
         outputs=None,
     )
     method = SimpleNamespace(
@@ -89,7 +91,7 @@ MANY = 50  # iterations, so that rows are less to send
         ({"all_have_rows": False}, False),
         ({"active": 2}, False),
         ({"linear_map": object.__new__(ConvMap)}, False),
-        ({"variant": "pocoprop-m"}, False),
+        ({"variant": "pocoprop-m"}, True),
         ({"regularizer": "fisher"}, False),
         ({"only_bias": True}, False),
         ({"transfer": "softmax"}, False),

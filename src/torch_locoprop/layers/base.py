@@ -162,7 +162,9 @@ def _was_replaced(module: type[nn.Module], method: str) -> bool:
     """Return True if a method of a class is not from the file of the class: other code replaced it."""
     cls = next(each for each in module.__mro__ if method in vars(each))
     home = sys.modules.get(cls.__module__)
-    return home is not None and getattr(vars(cls)[method], "__globals__", None) is not vars(home)
+    if home is None or getattr(home, cls.__name__, None) is not cls:
+        return False  # the file of the class is not known
+    return getattr(vars(cls)[method], "__globals__", None) is not vars(home)
 
 
 def own_forward(module: nn.Module, *known: Any, method: str = "forward") -> str | None:
