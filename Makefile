@@ -36,7 +36,7 @@ test: $(DEV) ## run all tests; fails below 95% line coverage of src
 	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
 
 test-distributed: $(DEV) ## run the longer tests with several processes, which `make test` leaves out
-	$(PYTEST) tests/distributed -m distributed
+	$(PYTEST) tests/distributed tests/stepping -m distributed
 
 check: $(DEV) ## lint, format, types, then all tests: what a change has to pass
 	$(BIN)/ruff check .

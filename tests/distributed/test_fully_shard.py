@@ -146,7 +146,14 @@ def _exchanging_weights() -> AbstractContextManager[object]:
     return patch.object(communication, "by_iterations", lambda *args: communication.Traffic())
 
 
-@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=pytest.mark.distributed)])
+@pytest.mark.parametrize(
+    "world",
+    [
+        pytest.param(2, marks=pytest.mark.distributed),
+        3,
+        pytest.param(4, marks=pytest.mark.distributed),
+    ],
+)
 def test_processes_with_shards_are_one_process_with_the_whole_batch(
     world: int, tmp_path: Path
 ) -> None:

@@ -21,6 +21,9 @@ from sharded_cases import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+# Threads of one process: not beside the other tests of a process.
+pytestmark = pytest.mark.distributed
+
 X = torch.rand(16, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 
 

@@ -15,6 +15,9 @@ from torch.optim import SGD
 from torch_locoprop.solvers import Spectral
 from torch_locoprop.stepping import divided_outputs, divided_polar
 
+# Threads of one process: not beside the other tests of a process.
+pytestmark = pytest.mark.distributed
+
 MANY = {**M, "local_steps": 20}  # more to send for gradients of all iterations than for rows
 OUTER: dict[str, Any] = {"apply": "gradient", "outer": lambda params: SGD(params, lr=0.1)}
 SCALED: dict[str, Any] = {"solver": Spectral(agreement=0.5)}

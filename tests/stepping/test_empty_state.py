@@ -25,6 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
 
+# Threads of one process: not beside the other tests of a process.
+pytestmark = pytest.mark.distributed
+
 Form = dict[str, tuple[Any, ...]]
 FISHER = {**S, "regularizer": "fisher"}
 ONE_PROCESS = {

@@ -410,6 +410,7 @@ def _adam(params: list[nn.Parameter]) -> torch.optim.Optimizer:
 # ---- several processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_processes_that_nothing_averages_drift_apart(world: int) -> None:
     models = [[sharded_network("smooth") for _ in range(5)] for _ in range(world)]
@@ -432,6 +433,7 @@ def test_processes_that_nothing_averages_drift_apart(world: int) -> None:
     assert threads.run(drifts, world) == [[several, False, False, False, several]] * world
 
 
+@pytest.mark.distributed
 @pytest.mark.parametrize("in_pipeline", [False, True])
 def test_gradients_that_fully_shard_has_not_added_up_are_refused(in_pipeline: bool) -> None:
     """A pipeline adds them up after its last backward pass: they are looked at again."""

@@ -29,6 +29,9 @@ from torch_locoprop.distributed import communication
 from torch_locoprop.solvers import Exact
 from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS, WHOLE
 
+# Threads of one process: not beside the other tests of a process.
+pytestmark = pytest.mark.distributed
+
 MEAN = {"local_reduction": "mean"}
 RUNNING = {**S, "solver": Exact(0.9, 2, 0.1)}
 MORE = {

@@ -21,6 +21,9 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import ddp
 
+# Threads of one process: not beside the other tests of a process.
+pytestmark = pytest.mark.distributed
+
 BATCHES, ROWS, EPOCHS = (1, 3), 8, 2  # of each process in an epoch, and rows of a batch
 Schedule = Callable[[Optimizer], LRScheduler]
 SETTINGS: dict[str, dict[str, Any]] = {
