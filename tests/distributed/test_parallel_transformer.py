@@ -224,9 +224,10 @@ def _goes_on_alone(name: str, kind: str, folder: Path) -> dict[str, Tensor]:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")  # by PyTorch 2.9 itself
 @pytest.mark.parametrize(
     ("names", "kinds"),
-    [SOME, pytest.param(tuple(SETTINGS), KINDS, marks=pytest.mark.distributed)],
+    [SOME, (tuple(SETTINGS), KINDS)],
     ids=["some", "all"],
 )
+@pytest.mark.distributed
 def test_four_processes_are_one_with_the_whole_batch(
     names: tuple[str, ...], kinds: list[str], tmp_path: Path
 ) -> None:
