@@ -66,7 +66,7 @@ KINDS = [
 REPLICATE = "torch.distributed._composable.replicate_with_fsdp"  # not in all versions of PyTorch
 if find_spec(REPLICATE) is not None:  # each process has all that it would have alone
     KINDS.append("sequence and sharded by replicate()")
-SOME = ("default", "M", "S", "closed form"), KINDS[:2]  # settings and kinds for `make test`
+SOME = ("default", "M", "S", "closed form"), KINDS[:2]  # settings and kinds of a short run
 SAVED = ("default", "M")  # settings of the checkpoints
 BEFORE, AFTER = 2, 2  # steps before and after a checkpoint
 
