@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from datetime import timedelta
@@ -50,6 +51,8 @@ def _in_a_process(rank: int, folder: str) -> None:
             model(x).square().mean().backward()
             opt.step()
     torch.save(model[3].weight.detach(), f"{folder}/{rank}.pt")
+    del model, opt
+    gc.collect()  # models in circles of references, which must not outlive their process group
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
