@@ -177,11 +177,12 @@ def test_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         line("muon", 0, 51.0, lr=0.099, momentum=0.989),
         line("muon", 1, 55.5, lr=0.01, momentum=0.9),
         line("muon", 2, None, lr=0.05, momentum=0.9),
+        line("muon", 0, 51.5, seed=2, lr=0.099, momentum=0.989),
         line("muon", 0, 51.25, seed=1, lr=0.099, momentum=0.989),
         line("rmsprop", 0, None, lr=1.0),
     ]
     (tmp_path / "results.jsonl").write_text("".join(json.dumps(each) + "\n" for each in results))
-    best = "51.00, 51.25 | lr 0.099, momentum 0.989 | lr (high), momentum (high) |"
+    best = "51.00, 51.25, 51.50 | lr 0.099, momentum 0.989 | lr (high), momentum (high) |"
     for arguments, row in (
         ([], f"| muon | 3 | 1 | 51.00 | 61.0 | 55.50 | {best}"),
         (["--first", "1"], f"| muon | 1 | 0 | 51.00 | 61.0 | 51.00 | {best}"),

@@ -51,6 +51,7 @@ def _row(
 ) -> list[str]:
     best = best_of(results, method)
     own = [line for line in results if line["method"] == method]
+    own.sort(key=lambda line: line["seed"])
     search = [line for line in own if is_search(line)]
     losses = [float("inf") if line["diverged"] else line["train_loss"] for line in search]
     middle = median(losses)

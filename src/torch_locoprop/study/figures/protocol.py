@@ -66,6 +66,7 @@ PROTOCOL = Scale(
             "adam": {"lr": 1.433e-3, "momentum": 0.973, "decay": 0.9464, "eps": 1.895e-07},
             "locoprop-s": {"lr": 1.669e-06, "gamma": 10.0},
             "locoprop-m": {"lr": 2.915e-05, "momentum": 0.9, "decay": 0.99},
+            "locoprop-spectral": {"lr": 0.003, "momentum": 0.9},
         },
         iterations(1): dict.fromkeys(_BOTH, _ONE),
         # For T = 5 a search found nothing better than the settings of T = 10.
@@ -111,6 +112,7 @@ PROTOCOL = Scale(
             "rmsprop": "the best of 32 trials of 15 epochs with such batches",
             "adam": "the best of 16 trials of 15 epochs with such batches",
             **dict.fromkeys(_BOTH, _FEW_TRIALS),
+            "locoprop-spectral": "a few shorter runs with such batches",
         },
         iterations(1): dict.fromkeys(_BOTH, f"one method, {TUNED}, 32 trials of 60 epochs"),
         iterations(50): dict.fromkeys(_BOTH, f"{TUNED}, 12 trials of 25 epochs each"),
