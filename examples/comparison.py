@@ -30,6 +30,7 @@ from training import Record, Run, Settings, Task, finished, perform, shown, writ
 from torch_locoprop.study import atomic_files, machine
 
 SEARCH_SEED = 100  # differs from the seeds in the table
+TIMINGS = "timings.json"
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Comparison:
 
     @property
     def timings_path(self) -> Path:
-        return self.folder / "timings.json"
+        return self.folder / TIMINGS
 
     def searches(self, name: str) -> list[Run]:
         """Return the runs of a method's search."""
@@ -123,9 +124,9 @@ class Comparison:
 
         They must be of this task, contain all methods, and be as long as `steps` requires.
         """
-        if not self.timings_path.exists():
+        known = timings_in(self.folder)
+        if known is None:
             return None
-        known: Record = json.loads(self.timings_path.read_text())
         same = known["task"] == self.task.description
         # Older files have no "steps": their measurements had the full length.
         long_enough = known.get("steps", math.inf) >= timing.length(self.steps).steps
@@ -242,6 +243,15 @@ class Comparison:
         return f"{mean}{spread}{unit}{missing}"
 
 
+def timings_in(folder: Path) -> Record | None:
+    """Return the measurements in a folder, or None if there are none."""
+    path = folder / TIMINGS
+    if not path.exists():
+        return None
+    known: Record = json.loads(path.read_text())
+    return known
+
+
 class Pace:
     """An estimate of how long runs take when several run at the same time.
 
@@ -339,7 +349,11 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
 
 def main(task: Task, options: argparse.Namespace) -> None:
     """Search, measure, or compare and print the table, as the options say."""
+    folder = options.out or Path("results/examples") / task.name
     names = options.methods or list(task.methods)
+    if options.table and not options.methods:  # of those that have been compared
+        compared = (timings_in(folder) or {}).get("methods", names)
+        names = [name for name in names if name in compared]
     for name in names:
         if name not in task.methods:
             raise SystemExit(f"Invalid method {name!r}. Must be one of {', '.join(task.methods)}.")
@@ -349,7 +363,7 @@ def main(task: Task, options: argparse.Namespace) -> None:
     comparison = Comparison(
         task,
         options.device,
-        options.out or Path("results/examples") / task.name,
+        folder,
         names,
         options.seeds,
         options.steps,

@@ -92,6 +92,23 @@ METHODS = {
             {"lr": [8e-3, 1.6e-2], "momentum": [0.9, 0.98]},
         ],
     ),
+    "soap": Method(
+        MAKE.by_soap,
+        {"lr": 4e-3, "momentum": 0.95},
+        [
+            {"lr": [1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2]},
+            {"lr": [4e-3, 8e-3], "momentum": [0.9, 0.98]},
+        ],
+    ),
+    "spectral": Method(
+        MAKE.by_spectral,
+        {"lr": 8e-3, "momentum": 0.9, "layers": "inner"},
+        [
+            {"lr": [2e-3, 4e-3, 8e-3, 1.6e-2, 3.2e-2, 6.4e-2]},
+            {"lr": [8e-3, 1.6e-2], "momentum": [0.95]},
+            {"lr": [8e-3, 1.6e-2], "layers": ["all"]},
+        ],
+    ),
     "locoprop-s-exact-muon": Method(
         MAKE.by_exact_muon,
         {"lr": 8e-3, "momentum": 0.9, "damping": 1.0, "layers": "inner"},

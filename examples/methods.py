@@ -1,4 +1,4 @@
-"""The methods that the comparisons train with: AdamW, Muon, and LocoProp-S in three forms.
+"""The methods that the comparisons train with: AdamW, Muon, SOAP, the spectral step, LocoProp-S.
 
 Each `by_...` method makes the optimizer of a model whose inner layers are in `model.blocks`. Layers
 outside of it (embeddings, the first and the last layer) and all norms and biases are trained by AdamW.
@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from muon import adamw, muon_and_adamw
+from muon import adamw, decayed, muon_and_adamw
 from torch import nn
 from torch.optim import Optimizer
 from training import Settings
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
+from torch_locoprop.study.methods.optional_packages import pytorch_optimizer
 
 SHRINK = 1e-4  # fraction by which weights decay in a step at the full learning rate
 BETAS = (0.9, 0.99)  # of AdamW
@@ -43,6 +44,30 @@ class Optimizers:
         """Make Muon for the weights of the inner layers, and AdamW for all other parameters."""
         matrices = [layer.weight for layer in inner_layers(model)]
         return muon_and_adamw(model.parameters(), matrices, settings, SHRINK, BETAS)
+
+    def by_soap(self, model: nn.Module, settings: Settings) -> Optimizer:
+        """Make SOAP for all parameters; it treats vectors, such as biases, as Adam does."""
+        optimizer: Optimizer = pytorch_optimizer("SOAP")(
+            decayed(model.parameters(), SHRINK / settings["lr"]),
+            lr=settings["lr"],
+            betas=(settings["momentum"], 0.95),
+            precondition_frequency=10,
+        )
+        return optimizer
+
+    def by_spectral(self, model: nn.Module, settings: Settings) -> Optimizer:
+        """Make the preset "spectral", with AdamW for the other parameters."""
+        lr = settings["lr"]
+        return LocoProp(
+            model,
+            preset="spectral",
+            lr=lr,
+            momentum=settings["momentum"],
+            weight_decay=SHRINK / lr,
+            max_rows=self.max_rows,
+            layers=self.layers[settings["layers"]],
+            fallback=lambda params: adamw(params, lr, SHRINK, BETAS),
+        )
 
     def by_exact_muon(self, model: nn.Module, settings: Settings) -> Optimizer:
         """Make LocoProp-S in closed form, `G (XᵀX + λI)⁻¹`, as the gradient that Muon gets."""

@@ -88,17 +88,18 @@ def orthogonalised(matrices: Tensor, iterations: int = 5) -> Tensor:
 def adamw(
     params: Iterable[nn.Parameter], lr: float, shrink: float, betas: tuple[float, float]
 ) -> AdamW:
-    """Return AdamW with a weight decay of `shrink` for each step at the full learning rate.
+    """Return AdamW with a weight decay of `shrink` for each step at the full learning rate."""
+    return AdamW(decayed(params, shrink / lr), lr=lr, betas=betas, fused=True)
 
-    Vectors, such as biases and the parameters of norms, do not decay.
-    """
+
+def decayed(params: Iterable[nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Return parameter groups in which vectors, such as biases and those of norms, do not decay."""
     params = list(params)
     divided = {
-        shrink / lr: [p for p in params if p.dim() >= 2],
+        weight_decay: [p for p in params if p.dim() >= 2],
         0.0: [p for p in params if p.dim() < 2],
     }
-    groups = [{"params": own, "weight_decay": decay} for decay, own in divided.items() if own]
-    return AdamW(groups, lr=lr, betas=betas, fused=True)
+    return [{"params": own, "weight_decay": decay} for decay, own in divided.items() if own]
 
 
 def muon_and_adamw(

@@ -81,7 +81,8 @@ def run_of(
     return examples["training"].Run(method, folder=folder, **asked)
 
 
-METHODS = ("adamw", "muon", "locoprop-s-exact-muon", "locoprop-s-adamw", "locoprop-s")
+METHODS = ("adamw", "muon", "soap", "spectral")
+METHODS = (*METHODS, "locoprop-s-exact-muon", "locoprop-s-adamw", "locoprop-s")
 
 
 @pytest.mark.parametrize("kind", ["cnn", "gpt"])
