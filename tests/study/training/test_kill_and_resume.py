@@ -1,4 +1,4 @@
-"""A run killed fifty times at random moments is bit-identical to an uninterrupted one."""
+"""A run killed twenty times at random moments is bit-identical to an uninterrupted one."""
 
 import multiprocessing
 import random
@@ -15,7 +15,7 @@ from torch_locoprop.study.training.run_folder import RunFolder
 from torch_locoprop.study.training.run_result import result_of
 from torch_locoprop.study.training.runner import run
 
-KILLS = 50
+KILLS = 20
 LONGEST = 0.4
 """Seconds that a process has at most between its start and its kill."""
 
@@ -32,7 +32,7 @@ def _config() -> tiny.RunConfig:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs SIGKILL")
-def test_fifty_kills_change_nothing(tmp_path: Path) -> None:
+def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     # A server that has imported torch once forks every process: a start takes milliseconds.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
