@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from torch_locoprop.study import methods
-from torch_locoprop.study.equal_budgets import plan, reach, study, summary, trials, workers
+from torch_locoprop.study.equal_budgets import plan, reached_losses, study, summary, trials, workers
 from torch_locoprop.study.equal_budgets.study import How, Study, StudyDescription, stored
 from torch_locoprop.study.equal_budgets.task_study import Budget, SearchImages, TaskStudy
 from torch_locoprop.study.figures.images import Images
@@ -192,7 +192,7 @@ def test_the_profile_is_over_tasks_that_all_methods_have_finished(tmp_path: Path
             finished(tmp_path / "2", {"adam": (30.0, 30.0), "muon": (31.0, 31.0)})
         ),
     }
-    text = reach.profile_table(outcomes)
+    text = reached_losses.profile_table(outcomes)
     rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
     assert rows[:3] == [
         "| Train loss | within 1 % | within 2 % | within 5 % | within 10 % | within 20 % "
@@ -205,8 +205,8 @@ def test_the_profile_is_over_tasks_that_all_methods_have_finished(tmp_path: Path
     )
     assert text.endswith("Tasks: one, two. Means over the seeds, divided by the lowest mean.\n")
     unfinished = [{**row, "winners": {}} for row in outcomes["two"] if row["method"] == "adam"]
-    assert reach.profile_table({**outcomes, "three": unfinished}) == ""
-    assert reach.profile_table({"one": outcomes["one"]}) == ""
+    assert reached_losses.profile_table({**outcomes, "three": unfinished}) == ""
+    assert reached_losses.profile_table({"one": outcomes["one"]}) == ""
 
 
 def test_populations_and_runs_alone_agree(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.figures.catalog import Scale
+from torch_locoprop.study.figures.figure_request import FigureRequest
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.loss_figures import Maker
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.figures.request import FigureRequest
 from torch_locoprop.study.figures.run_library import Place
 from torch_locoprop.study.training.run_folder import Metrics
 

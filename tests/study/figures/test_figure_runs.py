@@ -13,7 +13,7 @@ from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset, DatasetError
 from torch_locoprop.study.figures import catalog, images, run_jobs, timings
 from torch_locoprop.study.figures.images import Images
-from torch_locoprop.study.figures.missing import Missing
+from torch_locoprop.study.figures.missing_lines import Missing
 from torch_locoprop.study.figures.run_library import Library, Place, clock_key, where_made
 from torch_locoprop.study.training import runner
 from torch_locoprop.study.training.description import RunError

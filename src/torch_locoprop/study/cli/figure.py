@@ -19,10 +19,10 @@ from torch_locoprop.study.cli import completion, exit_codes, options
 from torch_locoprop.study.cli.run_session import messages, stopped
 from torch_locoprop.study.cli.shared import base_of, seed_numbers
 from torch_locoprop.study.figures import catalog
+from torch_locoprop.study.figures.figure_request import FigureRequest, MadeFigure
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
-from torch_locoprop.study.figures.request import FigureRequest, MadeFigure
 from torch_locoprop.study.figures.run_library import Place
 from torch_locoprop.study.training import progress
 from torch_locoprop.study.training.config import RunConfig

@@ -21,7 +21,7 @@ from typing import Any
 from torch_locoprop.paper.names import unknown
 from torch_locoprop.study import methods
 from torch_locoprop.study.atomic_files import write
-from torch_locoprop.study.equal_budgets import plan, reach, summary, workers
+from torch_locoprop.study.equal_budgets import plan, reached_losses, summary, workers
 from torch_locoprop.study.equal_budgets.task_study import (
     FINAL,
     METHODS,
@@ -184,7 +184,9 @@ class Study:
         for task in self.tasks:
             failed += self._run_task(task, how, say, watch, on_trials)
             write(task.folder / "table.md", summary.table(task))
-        profile = reach.profile_table({task.name: summary.summary(task) for task in self.tasks})
+        profile = reached_losses.profile_table(
+            {task.name: summary.summary(task) for task in self.tasks}
+        )
         if profile:
             write(self.folder / "profile.md", profile)
         return failed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import mean, stdev
 from typing import Any
 
-from torch_locoprop.study.equal_budgets import reach
+from torch_locoprop.study.equal_budgets import reached_losses
 from torch_locoprop.study.equal_budgets.task_study import WINNERS, TaskStudy
 from torch_locoprop.study.equal_budgets.trial_table import edges
 from torch_locoprop.study.equal_budgets.trials import Line
@@ -81,7 +81,7 @@ def table(study: TaskStudy) -> str:
     """Return the outcome as Markdown: a table of losses, and one of epochs to low losses."""
     rule = ["---", *["---:"] * 5, "---", "---"]
     text = "\n".join("| " + " | ".join(row) + " |" for row in (HEAD, rule, *rows(study)))
-    budget, reached = study.budget, reach.reach_table(study, summary(study))
+    budget, reached = study.budget, reached_losses.reach_table(study, summary(study))
     return (
         f"{text}\n\n{budget.trials} trials of each method. Mean ± standard deviation of "
         f"{len(budget.seeds)} seeds of the trial with the lowest train loss, trained on all training "

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch_locoprop.study.figures import cost_table, costs, style
 from torch_locoprop.study.figures.catalog import entry_of
-from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
+from torch_locoprop.study.figures.figure_request import FigureRequest, MadeFigure, Say
 from torch_locoprop.study.figures.timings import threads_text
 from torch_locoprop.study.machine import environment
 from torch_locoprop.study.training.config import RunConfig

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures import captions, catalog, loss_plot, run_jobs, style, timings
 from torch_locoprop.study.figures.catalog import LossFigure, Panel, Series
+from torch_locoprop.study.figures.figure_request import FigureRequest, MadeFigure, Say
 from torch_locoprop.study.figures.loss_lines import Drawn
-from torch_locoprop.study.figures.missing import Missing
-from torch_locoprop.study.figures.request import FigureRequest, MadeFigure, Say
+from torch_locoprop.study.figures.missing_lines import Missing
 from torch_locoprop.study.figures.run_library import (
     Found,
     Library,

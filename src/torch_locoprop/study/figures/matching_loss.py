@@ -18,7 +18,7 @@ from torch_locoprop.paper.divergences import bregman
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.catalog import entry_of
-from torch_locoprop.study.figures.request import FigureRequest, MadeFigure
+from torch_locoprop.study.figures.figure_request import FigureRequest, MadeFigure
 
 TITLE = "The matching loss of a transfer function f"
 CAPTION = (

@@ -19,9 +19,9 @@ from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 from torch_locoprop.study.figures import style
 from torch_locoprop.study.figures.captions import on_data
 from torch_locoprop.study.figures.catalog import Loss, entry_of
+from torch_locoprop.study.figures.figure_request import MadeFigure
 from torch_locoprop.study.figures.loss_figures import Maker
 from torch_locoprop.study.figures.loss_lines import Drawn
-from torch_locoprop.study.figures.request import MadeFigure
 from torch_locoprop.study.figures.run_library import where_made
 from torch_locoprop.study.methods import label
 

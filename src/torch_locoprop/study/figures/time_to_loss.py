@@ -21,9 +21,9 @@ from matplotlib.transforms import ScaledTranslation
 from torch_locoprop.study.figures import style, timings
 from torch_locoprop.study.figures.captions import how_timed, on_data
 from torch_locoprop.study.figures.catalog import TIMED, entry_of
+from torch_locoprop.study.figures.figure_request import MadeFigure
 from torch_locoprop.study.figures.loss_figures import Maker
 from torch_locoprop.study.figures.loss_lines import Drawn
-from torch_locoprop.study.figures.request import MadeFigure
 from torch_locoprop.study.figures.run_library import Found, where_made
 from torch_locoprop.study.methods import colour
 
