@@ -57,11 +57,12 @@ def live_functions(folder: str) -> dict[Place, list[FunctionType]]:
     return found
 
 
-def put_in(changes: Swaps, functions: Mapping[Place, list[FunctionType]]) -> None:
-    """Replace the code objects of functions."""
+def put_in(changes: Swaps, functions: Mapping[Place, list[FunctionType]]) -> bool:
+    """Replace the code objects of functions; return True if the outermost function is among them."""
     for place, code in changes:
         for function in functions.get(place, ()):
             function.__code__ = code
+    return changes[0][0] in functions
 
 
 def _place(code: CodeType) -> Place:

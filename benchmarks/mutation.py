@@ -1,14 +1,15 @@
-"""Do the tests notice small changes of the mathematics? A sample of mutants, and which survive.
+"""Do the tests notice small changes of the mathematics? All mutants, and which survive.
 
-    python -m benchmarks.mutation --minutes 25 --out benchmarks/results/mutation.json
+    python -m benchmarks.mutation --minutes 300 --most 5 60 --out benchmarks/results/mutation.json
     python -m benchmarks.mutation --again benchmarks/results/mutation.json --out again.json
 
-A first run of the tests finds which of them cover which line (kept in ``--work``, a few minutes). For
+A first run of the tests finds which of them cover which line (kept in ``--work``, some minutes). For
 each mutant, those that cover the changed line run in order of their duration, up to ``--most`` seconds
-of them, until one fails. A mutant that no test fails survives; one that runs into the limit of time is
-counted by itself. The score is killed / (killed + survived + not covered). ``--again`` tries the
-survivors of an earlier result, ``--each 3`` three mutants of every file, ``--only paper/gram.py`` those
-of some files; ``--tests paper solvers`` runs the tests of these folders.
+of them, until one fails. A mutant that no test fails survives; with several numbers, survivors are
+tried again with more seconds. A mutant that runs into the limit of time is counted by itself. The score
+is killed / (killed + survived + not covered). ``--again`` tries the survivors of an earlier result,
+``--each 3`` three mutants of every file, ``--only paper/gram.py`` those of some files; ``--tests paper
+solvers`` runs the tests of these folders.
 
 ``equivalent_mutants.json`` says of survivors why no result changes. Each reason names a line of the
 source, as text, and changes on it; the reason holds for all places of the line with this change.
@@ -16,207 +17,42 @@ source, as text, and changes on it; the reason holds for all places of the line 
 A mutant inside of a function is put into a process that has imported everything and collected all
 tests, which takes milliseconds; one outside of functions is imported by a process of its own, which
 takes seconds and is tried last. Outcomes are kept in ``--work``: the same command goes on where it was.
+A killed mutant is tried again if its file changes, a survivor if any source or test does.
 """
 
 from __future__ import annotations
 
 import argparse
-import compileall
-import gc
 import json
 import os
 import random
-import shutil
-import signal
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
-from benchmarks.mutants import Mutant, applied, mutants_of
-from benchmarks.mutants_live import Swaps, live_functions, put_in, swaps
+from benchmarks.mutants import Mutant, mutants_of
+from benchmarks.mutants_live import Swaps, swaps
+from benchmarks.mutation_coverage import ROOT, SOURCES, Coverage, digest_of
+from benchmarks.mutation_trials import ImportedTrials, LiveTrials, run_pytest, use_sources
 
-ROOT = Path(__file__).parents[1]
 PACKAGES = ("paper", "solvers", "stepping", "baselines")
 TESTS = ("paper", "solvers", "config", "layers", "stepping", "recording", "reporting", "promises")
 TESTS = (*TESTS, "baselines", "fuzz", "functional")
 REASONS = Path(__file__).with_name("equivalent_mutants.json")
-LIMIT = 120  # seconds for the tests of one mutant
+Named = tuple[str, Mutant]
+"""A mutant with its file, relative to the package."""
 
 
-class Coverage:
-    """Which tests cover a line, and how long they take."""
-
-    def __init__(self, work: Path, tests: Iterable[str]) -> None:
-        self.work, self._folders = work, [f"tests/{name}" for name in tests]
-        if not (work / "durations.xml").exists():
-            self._measure()
-        from coverage import CoverageData
-
-        data = CoverageData(str(work / "coverage"))
-        data.read()
-        self._contexts = {file: data.contexts_by_lineno(file) for file in data.measured_files()}
-        data.close()  # a forked process must not inherit the connection
-        self._seconds = self._durations()
-
-    def tests_of(self, file: Path, mutant: Mutant, most: float) -> list[str]:
-        """Return tests that cover a mutant, the fastest first, of at most so many seconds."""
-        by_line = self._contexts.get(str(file), {})
-        lines = range(mutant.line, mutant.last_line + 1)
-        contexts = {context for line in lines for context in by_line.get(line, [])}
-        if contexts == {""}:  # code that runs when it is imported: every test of the file may tell
-            contexts = {context for own in by_line.values() for context in own}
-        names = sorted({c.rpartition("|")[0] for c in contexts} & self._seconds.keys())
-        if contexts and not names:  # a module of data only: the tests of its package may tell
-            package = file.relative_to(ROOT / "src" / "torch_locoprop").parts[0]
-            names = sorted(name for name in self._seconds if name.startswith(f"tests/{package}/"))
-        chosen, total = [], 0.0
-        for name in sorted(names, key=lambda name: self._seconds[name]):
-            total += self._seconds[name]
-            if total > most and chosen:
-                break
-            chosen.append(name)
-        return chosen
-
-    def at_import(self, file: Path, mutant: Mutant) -> bool:
-        """Return True for a line that also runs when its module is imported."""
-        by_line = self._contexts.get(str(file), {})
-        return any("" in by_line.get(n, []) for n in range(mutant.line, mutant.last_line + 1))
-
-    def _measure(self) -> None:
-        self.work.mkdir(parents=True, exist_ok=True)
-        options = ["-q", "-k", "not compile", "-p", "no:cacheprovider", "--cov=torch_locoprop"]
-        report = ["--cov-context=test", "--cov-report=", f"--junitxml={self.work}/durations.xml"]
-        environment = {**os.environ, "COVERAGE_FILE": f"{self.work.resolve()}/coverage"}
-        options += ["-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
-        command = [sys.executable, "-m", "pytest", *self._folders, *options, *report]
-        subprocess.run(command, cwd=ROOT, check=True, env=environment)
-
-    def _durations(self) -> dict[str, float]:
-        found = {}
-        for case in ElementTree.parse(self.work / "durations.xml").iter("testcase"):
-            if all(case.find(tag) is None for tag in ("skipped", "failure", "error")):
-                path = case.attrib["classname"].replace(".", "/") + ".py"
-                found[f"{path}::{case.attrib['name']}"] = float(case.attrib["time"])
-        return found
-
-
-class ImportedTrials:
-    """Runs tests on a copy of the sources, in processes forked from one that has imported torch."""
-
-    def __init__(self, work: Path) -> None:
-        self._copy = (work / "src").resolve()
-        shutil.rmtree(self._copy, ignore_errors=True)
-        shutil.copytree(ROOT / "src", self._copy, ignore=shutil.ignore_patterns("__pycache__"))
-        compileall.compile_dir(self._copy, quiet=1)
-        sys.path.insert(0, str(self._copy))
-        os.environ["PYTHONPATH"] = str(self._copy)
-
-    def outcome(self, file: str, mutant: Mutant, tests: list[str]) -> str:
-        """Return ``killed``, ``survived`` or ``timeout`` for a mutant of a file."""
-        path = self._copy / "torch_locoprop" / file
-        before = path.read_text()
-        for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
-            compiled.unlink()
-        path.write_text(applied(mutant, before))
-        try:
-            return outcome_of(lambda: run_pytest(tests))
-        finally:
-            path.write_text(before)
-
-
-class LiveTrials:
-    """Runs tests in processes forked from one that has imported all modules and collected all tests.
-
-    A plugin of pytest: its loop over the collected tests is replaced by a loop over mutants.
-    """
-
-    def __init__(self, loop: Callable[[LiveTrials], None]) -> None:
-        self._loop = loop
-        self._failed = False
-
-    def pytest_runtestloop(self, session: Any) -> bool:
-        """Try all mutants."""
-        self._items = {item.nodeid: item for item in session.items}
-        self._functions = live_functions(str(ROOT / "src"))
-        gc.freeze()  # or every forked process would copy all objects when it collects garbage
-        self._loop(self)
-        return True
-
-    def pytest_runtest_logreport(self, report: Any) -> None:
-        """Notice a failed test."""
-        self._failed |= report.failed
-
-    def outcome(self, changes: Swaps, tests: list[str]) -> str:
-        """Return ``killed``, ``survived`` or ``timeout`` for a mutant."""
-        return outcome_of(lambda: self._run(changes, [self._items[name] for name in tests]))
-
-    def _run(self, changes: Swaps, items: list[Any]) -> int:
-        put_in(changes, self._functions)
-        for item in items:
-            # Without a next test, all fixtures of this one are torn down.
-            item.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
-            if self._failed:
-                return 1
-        return 0
-
-
-def outcome_of(run: Callable[[], int]) -> str:
-    """Return what a function finds in a forked process: it returns 0 if no test fails."""
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(null, stream)
-        code = 1
-        try:
-            code = run()
-        finally:
-            os._exit(code)
-    end = time.monotonic() + LIMIT
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
-        time.sleep(0.01)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
-
-
-def run_pytest(tests: list[str], plugins: list[Any] | None = None) -> int:
-    """Run tests in this process, up to the first that fails, and return the exit code."""
-    import hypothesis
-    import pytest
-
-    hypothesis.settings.register_profile("mutants", database=None, derandomize=True)
-    hypothesis.settings.load_profile("mutants")
-    quiet = [
-        "-x",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "--no-cov",
-        "-k",
-        "not compile",
-    ]
-    imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest began
-    return int(pytest.main([*quiet, *imported, *tests], plugins=plugins))
-
-
-def sample(seed: int) -> Iterator[tuple[str, Mutant]]:
+def sample(seed: int) -> Iterator[Named]:
     """Yield all mutants of the packages in a random order, with the file of each."""
-    top = ROOT / "src" / "torch_locoprop"
-    files = sorted(path for package in PACKAGES for path in (top / package).rglob("*.py"))
-    found = [(str(f.relative_to(top)), m) for f in files for m in mutants_of(f.read_text())]
+    files = sorted(path for package in PACKAGES for path in (SOURCES / package).rglob("*.py"))
+    found = [(str(f.relative_to(SOURCES)), m) for f in files for m in mutants_of(f.read_text())]
     random.Random(seed).shuffle(found)
     yield from found
 
@@ -260,56 +96,168 @@ class Outcomes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.known = {key_of(row): row["outcome"] for row in map(json.loads, lines)}
+        self.read()
 
-    def add(self, file: str, mutant: Mutant, outcome: str) -> None:
-        """Store and print the outcome of a mutant."""
-        row = {"file": file, **asdict(mutant), "outcome": outcome}
+    def read(self) -> None:
+        """Read the file, to which other processes may have added lines."""
+        lines = self._path.read_text().splitlines() if self._path.exists() else []
+        rows = map(json.loads, lines)
+        self._known = {(row["file"], row["place"], row["source"]): row for row in rows}
+
+    def of(self, file: str, mutant: Mutant) -> str | None:
+        """Return the last outcome of a mutant of the present source of a file."""
+        row = self._known.get((file, mutant.place, source_digest(file)))
+        return None if row is None else row["outcome"]
+
+    def is_final(self, file: str, mutant: Mutant, tests: str, most: float) -> bool:
+        """Return True for a mutant that is killed or was tried with these tests for as long."""
+        row = self._known.get((file, mutant.place, source_digest(file)))
+        if row is None:
+            return False
+        return row["outcome"] == "killed" or (row["tests"] == tests and row["most"] >= most)
+
+    def add(self, file: str, mutant: Mutant, outcome: str, tests: str, most: float) -> None:
+        """Store and print the outcome of a mutant.
+
+        Args:
+            file: The file of the mutant.
+            mutant: The mutant.
+            outcome: What became of it.
+            tests: The digest of the tests, of :class:`Coverage`.
+            most: The seconds of tests that it was given.
+        """
+        tried = {"source": source_digest(file), "tests": tests, "most": most}
+        row = {"file": file, **asdict(mutant), "outcome": outcome, **tried}
         with open(self._path, "a") as lines:
             lines.write(json.dumps(row) + "\n")
-        self.known[key_of(row)] = outcome
+        self._known[file, mutant.place, row["source"]] = row
         print(outcome, file, mutant.line, mutant.was, "->", mutant.becomes, flush=True)
 
 
-def key_of(row: Mapping[str, Any]) -> tuple[str, int]:
-    """Return what identifies a mutant: its file, and its number in the file."""
-    return row["file"], row["place"]
+@cache
+def source_digest(file: str) -> str:
+    """Return a digest of the source of a file of the package."""
+    return digest_of([(SOURCES / file).read_bytes()])
 
 
-def try_all(
-    chosen: list[tuple[str, Mutant]], coverage: Coverage, outcomes: Outcomes, given: Any
-) -> None:
-    """Try all mutants without an outcome until the time is over, the fast ones first."""
-    top, end = ROOT / "src" / "torch_locoprop", time.monotonic() + 60 * given.minutes
-    live, imported = [], []
-    for file, mutant in chosen:
-        if (file, mutant.place) in outcomes.known:
-            continue
-        tests = coverage.tests_of(top / file, mutant, given.most)
-        changes = swaps(mutant, (top / file).read_text(), str(top / file))
-        if not tests:
-            outcomes.add(file, mutant, "not covered")
-        elif changes and not coverage.at_import(top / file, mutant):
-            live.append((file, mutant, tests, changes))
-        else:
-            imported.append((file, mutant, tests))
+class Round:
+    """Tries mutants with the tests that cover them, up to so many seconds of tests for each."""
 
-    def try_live(trials: LiveTrials) -> None:
-        for file, mutant, tests, changes in live:
-            if time.monotonic() < end:
-                outcomes.add(file, mutant, trials.outcome(changes, tests))
+    def __init__(self, coverage: Coverage, outcomes: Outcomes, most: float, end: float) -> None:
+        self._coverage, self._outcomes, self._most, self._end = coverage, outcomes, most, end
 
+    def run(self, chosen: list[Named], trials: ImportedTrials) -> None:
+        """Try all mutants without a final outcome until the time is over, the fast ones first."""
+        live: list[tuple[Named, Swaps]] = []
+        imported: list[Named] = []
+        for file, mutant in chosen:
+            if self._outcomes.is_final(file, mutant, self._coverage.digest, self._most):
+                continue
+            path = SOURCES / file
+            changes = swaps(mutant, path.read_text(), str(path))
+            if not self._tests(file, mutant):
+                self._add(file, mutant, "not covered")
+            elif changes and not self._coverage.at_import(file, mutant):
+                live.append(((file, mutant), changes))
+            else:
+                imported.append((file, mutant))
+        if live:
+            in_live_process(self._coverage, lambda trials: self._try_live(live, trials))
+            self._outcomes.read()
+        imported += [named for named, _ in live if self._outcomes.of(*named) == "unable"]
+        for file, mutant in imported:
+            if time.monotonic() < self._end:
+                tests = self._tests(file, mutant)
+                self._add(file, mutant, trials.outcome(file, mutant, tests, self._limit))
+
+    def _try_live(self, live: list[tuple[Named, Swaps]], trials: LiveTrials) -> None:
+        for (file, mutant), changes in live:
+            if time.monotonic() < self._end:
+                tests = self._tests(file, mutant)
+                self._add(file, mutant, trials.outcome(changes, tests, self._limit))
+
+    def _tests(self, file: str, mutant: Mutant) -> list[str]:
+        return self._coverage.tests_of(file, mutant, self._most)
+
+    @property
+    def _limit(self) -> float:
+        return 30 + 8 * self._most
+
+    def _add(self, file: str, mutant: Mutant, outcome: str) -> None:
+        self._outcomes.add(file, mutant, outcome, self._coverage.digest, self._most)
+
+
+def in_live_process(coverage: Coverage, loop: Callable[[LiveTrials], None]) -> None:
+    """Call a function in a process that has collected the tests that were measured."""
     child = os.fork()
     if child == 0:
-        os._exit(run_pytest([f"tests/{name}" for name in given.tests], [LiveTrials(try_live)]))
+        use_sources(ROOT / "src")
+        os._exit(run_pytest(coverage.paths, [LiveTrials(coverage.seconds, loop)]))
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code not in (0, 5):  # 5: pytest itself has run no test
         raise RuntimeError(f"The process that tries mutants ended with {code}.")
-    trials = ImportedTrials(given.work)
-    for file, mutant, tests in imported:
-        if time.monotonic() < end:
-            outcomes.add(file, mutant, trials.outcome(file, mutant, tests))
+
+
+def leave_out_failing(coverage: Coverage) -> None:
+    """Leave out tests that fail alone on unchanged sources, which would kill every mutant."""
+    report = coverage.folder / "failing.txt"
+    if not report.exists():
+        in_live_process(coverage, lambda trials: trials.write_failing(report))
+    for name in report.read_text().splitlines():
+        print("left out, fails without a mutant:", name)
+        del coverage.seconds[name]
+
+
+def score_of(counts: Mapping[str, int]) -> dict[str, Any]:
+    """Return counts of outcomes with the share of mutants that are killed."""
+    judged = counts["killed"] + counts["survived"] + counts["not covered"]
+    return {
+        **counts,
+        "score": round(counts["killed"] / max(judged, 1), 4),
+        "score without justified": round(
+            counts["killed"] / max(judged - counts["justified"], 1), 4
+        ),
+    }
+
+
+def result_of(chosen: list[Named], outcomes: Outcomes) -> dict[str, Any]:
+    """Return counts and scores of mutants, and what is to say about those that are not killed."""
+    known_reasons = reasons()
+    keys = {f: reason_keys(f) for f in {file for file, _ in chosen}}
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    left = []
+    for file, mutant in sorted(chosen, key=lambda named: (named[0], named[1].place)):
+        outcome, why = outcomes.of(file, mutant), known_reasons.get(keys[file][mutant])
+        if outcome is None:
+            continue
+        package = file.partition("/")[0]
+        found = [outcome]
+        if outcome in ("survived", "not covered"):
+            found += ["justified"] if why else []
+        if outcome != "killed":
+            change = {"line": mutant.line, "was": mutant.was, "becomes": mutant.becomes}
+            row = {"file": file, **change, "outcome": outcome}
+            left.append(row | ({"why": why} if why else {}))
+        for each in ("all", package):
+            counts[each].update(found)
+    return {
+        "mutants": len(chosen),
+        "tried": sum(outcomes.of(*named) is not None for named in chosen),
+        **score_of(counts.pop("all", Counter())),
+        "by package": {name: score_of(counts[name]) for name in sorted(counts)},
+        "survivors": left,
+    }
+
+
+def revision() -> str:
+    """Return the commit that is checked out, with a plus sign if sources or tests differ from it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "src", "tests")
+    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
 def main() -> None:
@@ -318,7 +266,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path("runs/mutation"))
     parser.add_argument("--minutes", type=float, default=25)
-    parser.add_argument("--most", type=float, default=30, help="seconds of tests for one mutant")
+    parser.add_argument(
+        "--most", type=float, nargs="+", default=[30], help="seconds of tests for one mutant"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", type=Path, help="try the survivors of an earlier result")
     parser.add_argument("--each", type=int, help="try so many mutants of every file")
@@ -329,45 +279,24 @@ def main() -> None:
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
     sys.dont_write_bytecode = True
     coverage = Coverage(given.work, given.tests)
-    everything = list(sample(given.seed))
-    chosen = everything
+    leave_out_failing(coverage)
+    chosen = list(sample(given.seed))
     if given.again is not None:
         chosen = list(survivors(json.loads(given.again.read_text())))
     if given.only is not None:
         chosen = [(f, m) for f, m in chosen if f.startswith(tuple(given.only))]
     if given.each is not None:
         chosen = list(of_every_file(chosen, given.each))
-    import torch
-
-    torch.set_num_threads(1)
-    try_all(chosen, coverage, Outcomes(given.work / "outcomes.jsonl"), given)
-    known = Outcomes(given.work / "outcomes.jsonl").known
-    tried = [(f, m, known[f, m.place]) for f, m in chosen if (f, m.place) in known]
-    counts = Counter(outcome for _, _, outcome in tried)
-    known_reasons = reasons()
-    why = {
-        (f, m): known_reasons[key]
-        for f in {file for file, _, _ in tried}
-        for m, key in reason_keys(f).items()
-        if key in known_reasons
-    }
-    left = [(f, m, outcome) for f, m, outcome in tried if outcome in ("survived", "not covered")]
-    justified = sum((f, m) in why for f, m, _ in left)
-    judged = counts["killed"] + counts["survived"] + counts["not covered"]
+    outcomes, trials = Outcomes(given.work / "outcomes.jsonl"), ImportedTrials(given.work)
+    end = time.monotonic() + 60 * given.minutes
+    for most in given.most:
+        Round(coverage, outcomes, most, end).run(chosen, trials)
     result = {
         "command": " ".join(["python -m benchmarks.mutation", *sys.argv[1:]]),
+        "revision": revision(),
         "packages": PACKAGES,
-        "mutants": len(everything),
-        "tried": len(tried),
-        **counts,
-        "score": round(counts["killed"] / max(judged, 1), 3),
-        "justified": justified,
-        "score without justified": round(counts["killed"] / max(judged - justified, 1), 3),
-        "survivors": [
-            {"file": f, "line": m.line, "was": m.was, "becomes": m.becomes, "outcome": outcome}
-            | ({"why": why[f, m]} if (f, m) in why else {})
-            for f, m, outcome in left
-        ],
+        "tests": given.tests,
+        **result_of(chosen, outcomes),
     }
     given.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     print({name: value for name, value in result.items() if name != "survivors"})

@@ -1,13 +1,26 @@
 """Mutants: which changes of a source are made, and whether tests that notice them are run."""
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from coverage import CoverageData
 
 from benchmarks.mutants import Mutant, applied, mutants_of
 from benchmarks.mutants_live import live_functions, put_in, swaps
-from benchmarks.mutation import of_every_file, reason_keys, reasons
+from benchmarks.mutation import (
+    Outcomes,
+    of_every_file,
+    reason_keys,
+    reasons,
+    result_of,
+    source_digest,
+)
+from benchmarks.mutation_coverage import SOURCES, Coverage, durations, fastest
+from benchmarks.mutation_trials import KILLED, UNABLE, LiveTrials, outcome_of
 
 
 def changes(source: str) -> list[str]:
@@ -132,3 +145,141 @@ def test_every_reason_belongs_to_a_mutant_of_the_source() -> None:
     there = {key for file in {key[0] for key in known} for key in reason_keys(file).values()}
     assert known.keys() <= there
     assert all(known.values())
+
+
+def place_in(source: str, name: str) -> tuple[str, str, int]:
+    space: dict[str, Any] = {}
+    exec(compile(source, "/folder/module.py", "exec"), space)
+    return place_of(space[name])
+
+
+def test_a_mutant_of_a_function_that_is_not_there_is_not_put_in() -> None:
+    mutant = mutants_of(SOURCE)[2]  # a + 1 -> a - 1
+    changes = swaps(mutant, SOURCE, "/folder/module.py")
+    assert changes is not None
+    assert put_in(changes, {place_in(SOURCE, "plain"): []})
+    assert not put_in(changes, {place_in(SOURCE, "outer"): []})
+
+
+@pytest.mark.parametrize(
+    ("code", "found"), [(0, "survived"), (KILLED, "killed"), (UNABLE, "unable")]
+)
+def test_the_outcome_is_what_a_process_finds(code: int, found: str) -> None:
+    assert outcome_of(lambda: code, 30) == found
+
+
+def test_a_process_without_end_is_ended() -> None:
+    assert outcome_of(threading.Event().wait, 0.1) == "timeout"  # type: ignore[arg-type]
+
+
+class Session:
+    """What pytest has collected."""
+
+    def __init__(self, names: list[str]) -> None:
+        self.items = [SimpleNamespace(nodeid=name) for name in names]
+
+
+def test_a_test_that_is_not_collected_kills_nothing() -> None:
+    """It would look as if it had failed."""
+    trials = LiveTrials(["tests/a.py::one", "tests/b.py::two"], lambda trials: None)
+    with pytest.raises(LookupError, match=r"1 measured tests are not collected.*b\.py::two"):
+        trials.pytest_runtestloop(Session(["tests/a.py::one", "tests/c.py::three"]))
+
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.paper.test_gram" name="test_fast" time="0.25" />
+<testcase classname="tests.paper.test_gram" name="test_slow[a-b]" time="2.5" />
+<testcase classname="tests.paper.test_gram" name="test_left_out" time="0.1"><skipped /></testcase>
+<testcase classname="tests.paper.test_gram" name="test_wrong" time="0.1"><failure /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_tests_that_passed_have_a_duration(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    assert durations(tmp_path / "report.xml") == {
+        "tests/paper/test_gram.py::test_fast": 0.25,
+        "tests/paper/test_gram.py::test_slow[a-b]": 2.5,
+    }
+
+
+@pytest.mark.parametrize(
+    ("most", "names"), [(0.5, ["b"]), (3, ["b", "c"]), (3.5, ["b", "c"]), (9, ["b", "c", "a"])]
+)
+def test_the_fastest_tests_run_and_always_one(most: float, names: list[str]) -> None:
+    assert fastest(["a", "b", "c"], {"a": 4, "b": 1, "c": 2}, most) == names
+
+
+@pytest.fixture
+def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Coverage]:
+    """Coverages of given tests: each run of the tests covers line 7 of a file by all its tests."""
+    runs = []
+
+    def measure(coverage: Coverage) -> None:
+        runs.append(coverage.paths)
+        names = [f"{path}/test_x.py::test_{len(runs)}" for path in coverage.paths]
+        coverage.folder.mkdir(parents=True)
+        cases = [name.replace("/", ".").replace(".py::", '" name="') for name in names]
+        rows = "".join(f'<testcase classname="{case}" time="1" />' for case in cases)
+        (coverage.folder / "durations.xml").write_text(f"<testsuite>{rows}</testsuite>")
+        data = CoverageData(str(coverage.folder / "coverage"))
+        for name in names:
+            data.set_context(f"{name}|run")
+            data.add_lines({str(SOURCES / "paper" / "gram.py"): [7]})
+        data.write()
+        data.close()
+
+    monkeypatch.setattr(Coverage, "_measure", measure)
+    return lambda *tests: Coverage(tmp_path, tests)
+
+
+def test_only_tests_that_run_are_named(measured: Callable[..., Coverage]) -> None:
+    """A narrower choice of tests is measured again, and the wider one is kept."""
+    mutant, other = Mutant(0, 7, 7, "", ""), Mutant(0, 8, 8, "", "")
+    both, narrow, again = (
+        measured("paper", "solvers"),
+        measured("paper"),
+        measured("paper", "solvers"),
+    )
+    wide = ["tests/paper/test_x.py::test_1", "tests/solvers/test_x.py::test_1"]
+    assert both.tests_of("paper/gram.py", mutant, 9) == wide
+    assert narrow.tests_of("paper/gram.py", mutant, 9) == ["tests/paper/test_x.py::test_2"]
+    assert again.tests_of("paper/gram.py", mutant, 9) == wide
+    assert both.tests_of("paper/gram.py", other, 9) == []
+    assert both.digest == again.digest != narrow.digest
+
+
+FILE = "paper/gram.py"
+
+
+def test_killed_mutants_stay_killed_and_survivors_are_tried_with_more(tmp_path: Path) -> None:
+    killed, survivor = mutants_of((SOURCES / FILE).read_text())[:2]
+    first = Outcomes(tmp_path / "outcomes.jsonl")
+    first.add(FILE, killed, "killed", "tests", 5)
+    first.add(FILE, survivor, "survived", "tests", 5)
+    known = Outcomes(tmp_path / "outcomes.jsonl")
+    assert known.is_final(FILE, killed, "other tests", 60)
+    assert known.is_final(FILE, survivor, "tests", 5)
+    assert not known.is_final(FILE, survivor, "tests", 60)
+    assert not known.is_final(FILE, survivor, "other tests", 5)
+
+
+def test_outcomes_of_an_earlier_source_do_not_count(tmp_path: Path) -> None:
+    mutant = mutants_of((SOURCES / FILE).read_text())[0]
+    Outcomes(tmp_path / "outcomes.jsonl").add(FILE, mutant, "killed", "tests", 5)
+    text = (tmp_path / "outcomes.jsonl").read_text()
+    (tmp_path / "outcomes.jsonl").write_text(text.replace(source_digest(FILE), "earlier"))
+    assert Outcomes(tmp_path / "outcomes.jsonl").of(FILE, mutant) is None
+
+
+def test_the_score_counts_what_tests_had_to_kill(tmp_path: Path) -> None:
+    """Of four mutants one is killed, one survives, one is not covered, and one has no end."""
+    found = mutants_of((SOURCES / FILE).read_text())[:5]
+    outcomes = Outcomes(tmp_path / "outcomes.jsonl")
+    for mutant, outcome in zip(
+        found, ("killed", "survived", "not covered", "timeout"), strict=False
+    ):
+        outcomes.add(FILE, mutant, outcome, "tests", 5)
+    result = result_of([(FILE, mutant) for mutant in found], outcomes)
+    assert (result["mutants"], result["tried"]) == (5, 4)
+    assert result["score"] == result["by package"]["paper"]["score"] == round(1 / 3, 4)
+    assert [row["outcome"] for row in result["survivors"]] == ["survived", "not covered", "timeout"]
