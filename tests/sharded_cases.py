@@ -44,7 +44,8 @@ def outer(params: list[nn.Parameter]) -> Optimizer:
 
 M = {"variant": "locoprop-m", "lr": 1e-3, "gamma": 2.0, "local_steps": 4}
 S = {**M, "variant": "locoprop-s"}
-EXACT = {**S, "solver": "exact"}
+EXACT_M = {"variant": "locoprop-m", "lr": 1e-3, "gamma": 2.0, "solver": "exact"}
+EXACT = {**EXACT_M, "variant": "locoprop-s"}
 SPECTRAL: dict[str, Any] = {"preset": "spectral"}
 DEFAULT: dict[str, Any] = {}
 BLOCKS = {"gram": "block", "block_size": 4}
@@ -60,13 +61,13 @@ CASES = {
     "spectral": Case(SPECTRAL, worlds=ALL),
     "S in blocks": Case({**S, **BLOCKS}),
     "closed form in blocks": Case({**EXACT, **BLOCKS}, batches="uneven"),
-    "running closed form in blocks": Case({**S, **BLOCKS, "solver": Exact(0.9, 2, 0.1)}),
+    "running closed form in blocks": Case({**EXACT, **BLOCKS, "solver": Exact(0.9, 2, 0.1)}),
     "mean of S, diagonal": Case({**S, "local_reduction": "mean", "gram": "diagonal"}),
     "spectral in blocks": Case({**SPECTRAL, **BLOCKS}, worlds=ALL),
     "default, diagonal": Case({"gram": "diagonal"}, "convolution", worlds=(4,)),
-    "closed form of M": Case({**M, "solver": "exact"}, worlds=(4,)),
-    "running closed form": Case({**S, "solver": Exact(0.9, 2, 0.1)}),
-    "running closed form of M": Case({**M, "solver": Exact(0.9, 2, 0.1)}, worlds=(4,)),
+    "closed form of M": Case(EXACT_M, worlds=(4,)),
+    "running closed form": Case({**EXACT, "solver": Exact(0.9, 2, 0.1)}),
+    "running closed form of M": Case({**EXACT_M, "solver": Exact(0.9, 2, 0.1)}, worlds=(4,)),
     "preconditioned": Case({"solver": "preconditioned", "lr": 0.5}),
     "spectral with agreement": Case({"solver": Spectral(agreement=1.0)}, worlds=(4,)),
     "momentum": Case({**M, "solver": "adam", "regularizer": "l2"}),
@@ -81,11 +82,11 @@ CASES = {
     "outer": Case({**M, "apply": "gradient", "outer": outer}),
     "outer, capped": Case({**S, "apply": "gradient", "outer": outer, "cap": 1e-3}),
     "softmax": Case({**M, "output_transfer": "softmax"}, worlds=(2, 4)),
-    "softmax, closed form": Case({**M, "solver": "exact", "output_transfer": "softmax"}),
+    "softmax, closed form": Case({**EXACT_M, "output_transfer": "softmax"}),
     "convolution, M": Case(M, "convolution", worlds=(2, 4)),
     "convolution, S": Case(S, "convolution"),
     "convolution, default": Case(DEFAULT, "convolution"),
-    "convolution, closed form of M": Case({**M, "solver": "exact"}, "convolution", worlds=(4,)),
+    "convolution, closed form of M": Case(EXACT_M, "convolution", worlds=(4,)),
     "grouped convolution": Case(M, "grouped"),
     "transposed convolution": Case(SPECTRAL, "transposed"),
     "whole model": Case(M, shards="whole", worlds=(2,)),

@@ -46,7 +46,7 @@ def outer(params: list[nn.Parameter]) -> Optimizer:
 UNEVEN = "19 rows and 5"
 ALONE = "step() inside no_sync()"
 LOCAL = {
-    variant: Case({"variant": variant, "solver": "sgd", "momentum": 0.0}, order=ALONE)
+    variant: Case({"variant": variant, "solver": "sgd"}, order=ALONE)
     for variant in ("locoprop-s", "locoprop-m", "pocoprop-m")
 }
 SUMS = nn.BCEWithLogitsLoss(reduction="sum")
@@ -229,7 +229,9 @@ def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> lis
     """Return the weights after some steps on a part of every batch, and measured local losses."""
     own: dict[str, Any] = {"output_transfer": "sigmoid"}
     if "preset" not in case.settings:
-        own |= {"lr": 1e-3, "gamma": 2.0, "local_steps": 4}
+        own |= {"lr": 1e-3, "gamma": 2.0}
+        solver = case.settings.get("solver")
+        own |= {} if solver == "exact" or isinstance(solver, Exact) else {"local_steps": 4}
     whole = called if case.order == "LocoProp(wrapper)" else model
     opt = LocoProp(whole, **{**own, **case.settings})
     numbers = torch.Generator().manual_seed(1)
