@@ -4,7 +4,8 @@
 
 A model of eight square layers is trained on CPUs, with one thread and `--rows` rows for each process.
 Printed are medians over steps, of the spectral step over those that do not renew XᵀX, alternating
-between both ways, and their ratio. LocoProp-M is divided only where that sends less.
+between both ways, and their ratio. LocoProp-M and preconditioned iterations are divided only where that
+sends less.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "closed-form": {"variant": "locoprop-s", "solver": "exact"},
     "locoprop-s": {"variant": "locoprop-s"},
     "locoprop-m": {"variant": "locoprop-m", "output_transfer": "linear"},
+    "preconditioned": {"solver": "preconditioned", "output_transfer": "linear"},
 }
 
 

@@ -22,6 +22,7 @@ from traffic import Counted
 
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
+from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.solvers import Exact, Spectral
 from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
 
@@ -124,6 +125,19 @@ CASES = {
             "cap": 1e-2,
         },
         matrices=4,
+    ),
+    "closed form in blocks, divided": Case(
+        {
+            "variant": "locoprop-s",
+            "solver": Exact(0.9, 2, 0.1),
+            "gram": "block",
+            "block_size": 4,
+        },
+        matrices=4,
+    ),
+    "images of M, divided": Case({"local_steps": 20}, convolution=True),
+    "images of PocoProp, divided": Case(
+        {"variant": "pocoprop-m", "gamma": 0.5, "local_steps": 20}, convolution=True
     ),
     "one iteration": Case({"local_steps": 1}),
     "l2": Case({"regularizer": "l2"}),
@@ -323,43 +337,53 @@ def count_collectives() -> None:
             expected = expected.plus(communication.square_in_ddp(columns, 8))
         assert counted.traffic() == expected, step
     _count_of_closed_forms(shapes)
-    dense = [(6, 5), (5, 8), (8, 6)]
+    dense, images = [(6, 5), (5, 8), (8, 6)], [(6, 5), (5, 8), (2, 3)]
     counted: dict[tuple[str, int, bool], list[tuple[int, int]]] = {
         ("locoprop-s", 4, False): dense,
         ("locoprop-m", 2, False): dense,
         ("locoprop-m", 20, False): dense,
         ("pocoprop-m", 20, False): dense,
-        ("locoprop-s", 4, True): [(6, 5), (5, 8), (2, 3)],
+        ("locoprop-s", 4, True): images,
+        ("locoprop-m", 20, True): images,
+        ("pocoprop-m", 20, True): images,
     }
     for (variant, local_steps, convolution), shapes in counted.items():
         expected = communication.of_all_layers_in_ddp(3)
         for d, n in shapes:
-            rows = communication.rows_in_ddp(5, n, 2, 8)
+            is_image = (d, n) == (2, 3)  # images of six numbers, which have four patches
+            inputs = communication.rows_in_ddp(*(1, 5 * 6) if is_image else (5, n), 2, 8)
             whole = communication.outputs_in_ddp(d, n + 1, 2, 2, 8)
             if variant == "locoprop-s":
                 expected = expected.plus(communication.gram_in_ddp(n, 8)).plus(whole)
             elif local_steps == 20:
-                expected = expected.plus(rows).plus(whole)
+                expected = expected.plus(inputs).plus(whole)
                 if variant == "pocoprop-m":  # the gradient of each row
-                    expected = expected.plus(communication.rows_in_ddp(5, d, 2, 8))
+                    rows = 5 * 4 if is_image else 5
+                    expected = expected.plus(communication.rows_in_ddp(rows, d, 2, 8))
             else:
                 expected = expected.plus(communication.by_iterations_in_ddp(d, n, True, 2, 8))
-        found = _counted(variant, local_steps, convolution)
+        found = _counted(convolution, variant=variant, local_steps=local_steps)
         assert found == expected, (variant, local_steps, convolution)
+    _count_of_preconditioned_iterations()
 
 
 def _count_of_closed_forms(shapes: list[tuple[int, int]]) -> None:
     """Compare the collectives of closed forms with the formulas: in steps that factorize C, or not."""
-    for variant, solver, kept in (
-        ("locoprop-s", Exact(), 0),
-        ("locoprop-s", Exact(every=3, damping=0.1), 1),
-        ("locoprop-s", Exact(0.5), 0),
-        ("locoprop-m", Exact(), 0),
-        ("locoprop-m", Exact(0.5, 2), 1),
+    for variant, solver, kept, block_size in (
+        ("locoprop-s", Exact(), 0, None),
+        ("locoprop-s", Exact(every=3, damping=0.1), 1, None),
+        ("locoprop-s", Exact(0.5), 0, None),
+        ("locoprop-s", Exact(), 0, 4),
+        ("locoprop-s", Exact(0.5, 2, 0.1), 1, 4),
+        ("locoprop-m", Exact(), 0, None),
+        ("locoprop-m", Exact(0.5, 2), 1, None),
     ):
         model = network(Case())
         wrapped = DistributedDataParallel(model)
-        opt = LocoProp(model, variant=variant, solver=solver, output_transfer="sigmoid")
+        blocks = {} if block_size is None else {"gram": "block", "block_size": block_size}
+        structure = FULL if block_size is None else Structure("block", block_size)
+        given: dict[str, Any] = {"variant": variant, "solver": solver, **blocks}
+        opt = LocoProp(model, output_transfer="sigmoid", **given)
         bent = variant == "locoprop-m"
         for step in range(4):
             wrapped(torch.rand(5, 6).double()).square().sum().backward()
@@ -368,29 +392,51 @@ def _count_of_closed_forms(shapes: list[tuple[int, int]]) -> None:
             opt.zero_grad()
             expected = communication.of_all_layers_in_ddp(3)
             if step % solver.every == 0:
-                found = communication.closed_forms_in_ddp(shapes, kept, bent, 2, 8)
+                found = communication.closed_forms_in_ddp(shapes, kept, bent, 2, 8, structure)
                 expected = expected.plus(found)
             elif bent:  # mean slopes
                 size = 8 * sum(d for d, _ in shapes)
                 expected = expected.plus(communication.Traffic(3, size))
             if step % solver.every == 0 or solver.decay > 0:
                 for _, columns in shapes:
-                    expected = expected.plus(communication.square_in_ddp(columns, 8))
-            assert counted.traffic() == expected, (variant, solver, step)
+                    found = communication.square_in_ddp(columns, 8, structure)
+                    expected = expected.plus(found)
+            assert counted.traffic() == expected, (variant, solver, structure, step)
 
 
-def _counted(variant: str, local_steps: int, convolution: bool) -> communication.Traffic:
+def _count_of_preconditioned_iterations() -> None:
+    """Compare the collectives of preconditioned iterations with the formulas: divided, or not."""
+    for rows, convolution in ((5, False), (40, False), (3, True)):
+        expected = communication.of_all_layers_in_ddp(3)
+        for d, n in [(6, 5), (5, 8), (2, 3) if convolution else (8, 6)]:
+            if rows == 40:
+                found = communication.preconditioned_in_ddp(d, n, True, 3, 8, slopes=True)
+            else:
+                of_inputs = (1, 3 * 6) if (d, n) == (2, 3) else (rows, n)
+                found = communication.rows_in_ddp(*of_inputs, 2, 8)
+                found = found.plus(communication.outputs_in_ddp(d, n + 1, 0, 2, 8))
+                found = found.plus(communication.square_in_ddp(n + 1, 8))
+            expected = expected.plus(found)
+        found = _counted(convolution, rows, divided=rows < 40, solver="preconditioned")
+        assert found == expected, (rows, convolution)
+
+
+def _counted(
+    convolution: bool, rows: int = 5, divided: bool | None = None, **settings: Any
+) -> communication.Traffic:
     """Return the collectives of a step in which the outputs of all layers are divided, or none."""
     model = network(Case(convolution=convolution))
     wrapped = DistributedDataParallel(model)
-    opt = LocoProp(model, variant=variant, local_steps=local_steps, output_transfer="sigmoid")
+    opt = LocoProp(model, output_transfer="sigmoid", **settings)
     for _ in range(2):
         opt.zero_grad()
-        wrapped(torch.rand(5, 6).double()).square().sum().backward()
+        wrapped(torch.rand(rows, 6).double()).square().sum().backward()
         with patch.object(divided_outputs, "PAYS_FROM", 1), Counted() as counted:
             opt.step()
-    divided = opt.summary().count("solves some of its outputs")
-    assert divided == (3 if local_steps > 2 else 0), opt.summary()
+    if divided is None:
+        divided = settings["local_steps"] > 2
+    found = opt.summary().count("solves some of its outputs")
+    assert found == (3 if divided else 0), opt.summary()
     return counted.traffic()
 
 

@@ -10,17 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.distributed.fully_shard import SharedShardFacts
-from torch_locoprop.layers.conv import ConvMap
-from torch_locoprop.paper.gram import Gram
+from torch_locoprop.layers.bilinear import BilinearMap
+from torch_locoprop.layers.conv import ConvMap, convolution
+from torch_locoprop.paper.gram import Gram, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.transfers import TRANSFERS
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, Exact, Spectral
-from torch_locoprop.stepping import divided_outputs, divided_polar
+from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
 from torch_locoprop.stepping.layer_part import Part
 
 NUMBER = 8  # bytes of a float64
@@ -43,7 +45,7 @@ def posed(
     d: int = 12, n: int = 8, local_steps: int = 4, bias: bool = True, variant: str = "locoprop-m",
     transfer: str = "tanh", solver: Any = "rmsprop", regularizer: str = "none",
     linear_map: Any = None, x: Any = None, shared: Any = "facts", exchanges: bool = True,
-    only_bias: bool = False, **of_facts: Any,
+    only_bias: bool = False, structure: Structure | None = None, **of_facts: Any,
 ) -> Any:  # fmt: skip
     """Return a problem of a layer of ``[d, n]`` whose rows three processes have."""
     known = facts(**of_facts)
@@ -65,6 +67,8 @@ def posed(
         g=None,
         v=torch.zeros(8, d) if "v" in own.target.needs else None,
         outputs=None,
+        structure=structure,
+        number=0,
     )
     method = SimpleNamespace(
         variant=own, regularizer=problem.regularizer, solver=used, local_steps=local_steps
@@ -73,7 +77,15 @@ def posed(
     layer = SimpleNamespace(
         shared_facts=known if shared == "facts" else shared, like=like, transfer=TRANSFERS[transfer]
     )
-    return SimpleNamespace(problem=problem, method=method, layer=layer)
+    states: dict[str, Any] = {name: {} for name in start}
+    return SimpleNamespace(problem=problem, method=method, layer=layer, states=states)
+
+
+def images(size: int, module: nn.Module | None = None) -> dict[str, Any]:
+    """Return the map of a convolution of 12 outputs and 8 inputs, and images of four channels."""
+    made = convolution(nn.Conv1d(4, 12, 2) if module is None else module)  # type: ignore[arg-type]
+    x = made.collect([torch.zeros(2, 4, size)], [(2, 12, size - 1)], torch.zeros(1))
+    return {"linear_map": made.linear_map, "x": x}
 
 
 MANY = 50  # iterations, so that rows are less to send
@@ -90,7 +102,17 @@ MANY = 50  # iterations, so that rows are less to send
         ({"solver": Exact(), "local_steps": 1}, False),
         ({"all_have_rows": False}, False),
         ({"active": 2}, False),
-        ({"linear_map": object.__new__(ConvMap)}, False),
+        (images(6), True),
+        ({**images(6), "local_steps": 2}, False),
+        (images(600), False),
+        ({**images(6), "equal_rows": False}, False),
+        (images(6, nn.ConvTranspose1d(4, 12, 2)), False),  # which has no map of some outputs
+        ({"linear_map": object.__new__(BilinearMap), "x": torch.zeros(8, 8)}, False),
+        ({"solver": "preconditioned"}, True),
+        ({"solver": "preconditioned", "local_steps": 1}, False),
+        ({"solver": "preconditioned", "transfer": "softmax"}, False),
+        ({"solver": "preconditioned", "equal_rows": False}, False),
+        ({"solver": "preconditioned", "variant": "locoprop-s", "n": 200}, True),
         ({"variant": "pocoprop-m"}, True),
         ({"regularizer": "fisher"}, False),
         ({"only_bias": True}, False),
@@ -101,7 +123,7 @@ MANY = 50  # iterations, so that rows are less to send
         ({"some_have_gram": True}, False),
         ({"bias": False}, True),
     ],
-    ids=range(18),
+    ids=range(28),
 )
 def test_iterations_with_rows_are_divided_if_all_processes_can(
     given: dict[str, Any], divided: bool
@@ -163,6 +185,44 @@ def test_outputs_are_divided_where_that_sends_less_than_all_gradients() -> None:
     for rows, less in ((9, True), (12, False), (15, False)):  # 12 · 9 + 12 · 9 · 3 = 2 · 2 · 12 · 9
         own = posed(12, 9, 3, False, rows=rows)
         assert divided_outputs._gathers_less(own, own.layer.shared_facts, 12, 9) is less
+
+
+def test_preconditioned_outputs_are_divided_where_that_sends_less_than_all_sums() -> None:
+    """Sums: gradients, and 1 + 3 slopes of each output in an iteration, and the transfer's slopes."""
+    seen = set()
+    for rows, d, n, bias, steps, transfer in product(
+        (24, 48, 96), (12, 13), (8, 30), (False, True), (2, 3, 5), ("tanh", "linear")
+    ):
+        columns = n + bias
+        gathered = rows * n + 3 * math.ceil(d / 3) * columns
+        added = 2 * d * ((steps - 1) * columns + 4 * steps + (transfer == "tanh"))
+        variant = "locoprop-m" if transfer == "tanh" else "locoprop-s"
+        own = posed(
+            d, n, steps, bias, variant, transfer=transfer, rows=rows, solver="preconditioned"
+        )
+        found = divided_outputs._gathers_less(own, own.layer.shared_facts, d, n)
+        assert found is (gathered < added), (rows, d, n, bias, steps, transfer)
+        seen.add(found)
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("block_size", "d", "divided"),
+    [(None, 64, True), (512, 64, True), (256, 64, False), (1024, 64, True), (1, 64, False)],
+)
+def test_closed_forms_are_divided_where_they_are_much_work_for_their_size(
+    block_size: int | None, d: int, divided: bool
+) -> None:
+    """b³/3 + 2 d b² operations for each block of b columns, and 1,920 for each of d n numbers."""
+    structure = None if block_size is None else Structure("block", block_size)
+    if block_size == 1:
+        structure = Structure("diagonal")
+    own = posed(d, 2047, variant="locoprop-s", solver=Exact(), structure=structure)
+    assert divided_closed_forms.is_divided(own) is divided
+    if block_size not in (None, 1):
+        work = 2048 // block_size * (block_size**3 // 3 + 2 * d * block_size**2)
+        assert divided_closed_forms._work(own) == work
+        assert (work >= 1920 * d * 2048) is divided
 
 
 @pytest.mark.parametrize(

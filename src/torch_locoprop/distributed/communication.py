@@ -19,12 +19,13 @@ from typing import NamedTuple
 
 from torch_locoprop.distributed import divided_matrices
 from torch_locoprop.distributed.collectives import row_counts
+from torch_locoprop.distributed.ddp import DDP_FACTS
 from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.solvers.exact import operations
+from torch_locoprop.solvers.preconditioned import CHECKS
 
 FACTS = 6  # numbers that a process tells about a sharded layer
-DDP_FACTS = 6  # numbers that a process of DDP tells about a layer
 
 
 class Traffic(NamedTuple):
@@ -208,9 +209,15 @@ def of_all_layers_in_ddp(layers: int) -> Traffic:
     return Traffic(reductions=1, reduced_bytes=8 * (DDP_FACTS * layers + 2))
 
 
-def square_in_ddp(columns: int, itemsize: int) -> Traffic:
-    """Return a closed form or a spectral step that renews C: C of all rows, ``[columns, columns]``."""
-    return Traffic(reductions=1, reduced_bytes=columns * columns * itemsize)
+def square_in_ddp(columns: int, itemsize: int, structure: Structure = FULL) -> Traffic:
+    """Return a closed form or a spectral step that renews C: C of all rows, or parts of it.
+
+    Args:
+        columns: columns of ``[W b]``.
+        itemsize: bytes of a number.
+        structure: which entries of C the step takes.
+    """
+    return Traffic(reductions=1, reduced_bytes=prod(structure.shape(columns)) * itemsize)
 
 
 def gram_in_ddp(n: int, itemsize: int) -> Traffic:
@@ -225,12 +232,34 @@ def by_iterations_in_ddp(d: int, n: int, bias: bool, local_steps: int, itemsize:
     return Traffic(reductions=later * (1 + bias), reduced_bytes=later * size)
 
 
+def preconditioned_in_ddp(
+    d: int, n: int, bias: bool, local_steps: int, itemsize: int, *, slopes: bool
+) -> Traffic:
+    """Return preconditioned iterations with rows that stay where they are.
+
+    Exchanged are C, the mean slopes of the transfer, the gradients, and in each iteration the slopes of
+    the losses of all outputs at the start of the step and at each length of it that is tried.
+
+    Args:
+        d: outputs.
+        n: input features.
+        bias: True if the layer has one.
+        local_steps: T.
+        itemsize: bytes of a number.
+        slopes: True if the mean slopes of the transfer are needed.
+    """
+    later = by_iterations_in_ddp(d, n, bias, local_steps, itemsize)
+    checks = local_steps * (1 + CHECKS) + slopes
+    own = Traffic(reductions=checks, reduced_bytes=checks * d * itemsize)
+    return square_in_ddp(n + bias, itemsize).plus(later).plus(own)
+
+
 def rows_in_ddp(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
     """Return the input rows of all processes, for outputs that are divided among these.
 
     Args:
-        rows: r, the rows of each process.
-        n: input features.
+        rows: r, the rows of each process; of a convolution 1.
+        n: input features; of a convolution the numbers that the images of a process have.
         processes: P.
         itemsize: bytes of a number.
     """
@@ -266,7 +295,12 @@ def polar_factors_in_ddp(
 
 
 def closed_forms_in_ddp(
-    shapes: Sequence[tuple[int, int]], kept: int, bent: bool, processes: int, itemsize: int
+    shapes: Sequence[tuple[int, int]],
+    kept: int,
+    bent: bool,
+    processes: int,
+    itemsize: int,
+    structure: Structure = FULL,
 ) -> Traffic:
     """Return the closed forms of all layers: each from its owner to all processes.
 
@@ -279,9 +313,10 @@ def closed_forms_in_ddp(
             eigenvalues beside each matrix.
         processes: P.
         itemsize: bytes of a number.
+        structure: which entries of C the step takes.
     """
-    numbers = [d * n + kept * n * (n + bent) for d, n in shapes]
-    work = [operations(d, n, bent) for d, n in shapes]
+    numbers = [d * n + kept * (prod(structure.shape(n)) + n * bent) for d, n in shapes]
+    work = [operations(d, n, bent, structure) for d, n in shapes]
     total = _computed(numbers, work, processes, itemsize)
     slopes = [d * itemsize for d, _ in shapes] if bent else []
     return total.plus(Traffic(reductions=len(slopes), reduced_bytes=sum(slopes)))

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop.distributed.live_objects import instances
 
+DDP_FACTS = 8  # numbers that a process tells about a layer
 _SOME_DROPPED = -(2**50)  # in place of a squared number of rows, with which no sum is a square
 
 JOIN_WITHOUT_OPTIMIZER = (
@@ -38,6 +39,7 @@ class LayerFacts(NamedTuple):
     has_rows: bool  # rows, or XᵀX, were recorded
     has_gram: bool  # XᵀX was kept in place of rows
     role: str  # transfer and place in the model; must be the same in all processes
+    shapes: str = ""  # of inputs whose shapes do not follow from the number of rows
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class SharedFacts:
     active: int  # number of processes that have a batch in this step
     divisor: int  # by which DDP divides sums of gradients over the processes
     has_joined: bool  # this process has run out of batches, inside of Join
-    equal_rows: bool  # all processes have the same number of rows and have kept all of them
+    # All processes have the same number of rows, from inputs of the same shapes, and have kept all.
+    equal_rows: bool
 
     @property
     def processes(self) -> int:
@@ -187,10 +190,12 @@ def agree(
     members = (int(active), world if by_all else int(active), terms is None)
     found = []
     for i in range(len(layers)):
-        rows, with_rows, with_gram, roles, squares, of_rows = of_layers[6 * i : 6 * i + 6]
+        rows, with_rows, with_gram, roles, squares, of_rows, shapes, of_shapes = of_layers[
+            DDP_FACTS * i : DDP_FACTS * (i + 1)
+        ]
         equal_roles = world * squares == roles**2  # by the Cauchy–Schwarz inequality
         all_have_rows = equal_roles and with_rows == world
-        equal_rows = world * of_rows == rows**2
+        equal_rows = world * of_rows == rows**2 and world * of_shapes == shapes**2
         facts = (int(rows), all_have_rows, with_gram > 0, *members, equal_rows)
         found.append(SharedFacts(group, *facts))
     return found, total / active
@@ -200,7 +205,9 @@ def _numbers(layer: LayerFacts) -> tuple[int, ...]:
     """Return the facts as numbers whose sums over processes are enough for :func:`agree`."""
     role = zlib.crc32(layer.role.encode()) % 9973
     of_rows = layer.rows**2 if layer.kept == layer.rows else _SOME_DROPPED
-    return layer.rows, layer.has_rows, layer.has_gram, role, role**2, of_rows
+    shapes = zlib.crc32(layer.shapes.encode()) % 1048573  # sums of squares stay exact
+    flags = layer.has_rows, layer.has_gram
+    return layer.rows, *flags, role, role**2, of_rows, shapes, shapes**2
 
 
 def share_gradients(

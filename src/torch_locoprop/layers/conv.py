@@ -94,7 +94,13 @@ class ConvMap:
             for some in torch.split(images.x, max(AT_ONCE // self._numbers(images), 1)):
                 yield self.inputs((replace(images, x=some),), True, False)
 
-    # ---- images of several processes ---------------------------------------------------------------
+    # ---- some of the outputs, images of several processes ------------------------------------------
+
+    def with_outputs(self, d: int) -> ConvMap | None:
+        """Return the map of a layer with d of the outputs; None for groups and transposes."""
+        if self.groups > 1 or self.transposed:
+            return None
+        return replace(self, d=d, shape=(d, *self.shape[1:]))
 
     def packed(self, x: tuple[Images, ...]) -> tuple[Tensor, Tensor]:
         """Return images as integers ``[calls, 2 + 3k]`` and their numbers as one vector.
@@ -256,10 +262,8 @@ class ConvLayer:
 
     def with_outputs(self, d: int) -> ConvLayer | None:
         """Return the kind of a layer with d of the outputs; None for groups and transposes."""
-        own = self.linear_map
-        if own.groups > 1 or own.transposed:
-            return None
-        return replace(self, linear_map=replace(own, d=d, shape=(d, *own.shape[1:])))
+        narrower = self.linear_map.with_outputs(d)
+        return None if narrower is None else replace(self, linear_map=narrower)
 
     def positions(self, output: Sequence[int]) -> int:
         return int(torch.Size(output[-len(self.linear_map.stride) :]).numel())

@@ -128,6 +128,7 @@ class LocalProblem:
     outputs: OtherOutputs | None = None  # the outputs of the layer that other processes have
     gram_of: GramOf = Gram.of  # computes XᵀX of rows
     structure: Structure | None = None  # which entries of [X 1]ᵀ[X 1] there are; None: all
+    whole_square: Tensor | None = None  # [X 1]ᵀ[X 1] of all rows, if processes have added it up
     number: int = 0  # number of problems that the layer has had before this one
 
     @_computed_once
@@ -201,6 +202,8 @@ class LocalProblem:
 
     def square(self, dtype: torch.dtype) -> Tensor:
         """Return ``[X 1]ᵀ[X 1]`` for the trained columns, summed over all rows with their weights."""
+        if self.whole_square is not None:
+            return self.whole_square.to(dtype)
         if isinstance(self.x, Gram):
             own = self.x.to(dtype).joint("weight" in self.start, "bias" in self.start)
             return self.of_all_processes(own * self.row_weight)

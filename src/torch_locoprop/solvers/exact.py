@@ -267,14 +267,21 @@ class Exact(Solver):
         return torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device) + eta * gram
 
 
-def operations(d: int, n: int, bent: bool) -> int:
+def operations(d: int, n: int, bent: bool, structure: Structure = FULL) -> int:
     """Return about how many multiplications and additions the solution of a problem takes.
 
     Args:
         d: outputs.
         n: columns of ``[W b]``.
         bent: the loss contains a transfer, so that the eigenvectors of C are needed.
+        structure: which entries of C the solution takes.
     """
+    shape = structure.shape(n)
+    if len(shape) == 1:
+        return d * n
+    if len(shape) == 3:
+        blocks, size, _ = shape
+        return blocks * operations(d, size, bent)
     return 9 * n**3 + 4 * d * n**2 if bent else n**3 // 3 + 2 * d * n**2
 
 

@@ -86,7 +86,7 @@ class Preconditioned(Solver):
     ) -> tuple[Tensors, States]:
         iterate = _Iterate(problem, self._slopes(problem))
         with full_products(iterate.moved):
-            inverse = regularized_inverse(problem.square(iterate.moved.dtype), self.damping)
+            inverse = regularized_inverse(self.square(problem), self.damping)
         for t in range(local_steps):
             iterate.advance(inverse, last=t + 1 == local_steps)
         new: Tensors = {}
@@ -94,6 +94,13 @@ class Preconditioned(Solver):
             start = problem.start[name]
             new[name] = start + (spread(numbers[name].lr, moved) * moved).to(start.dtype)
         return new, states
+
+    @staticmethod
+    def square(problem: LocalProblem) -> Tensor:
+        """Return C of all rows of a problem, with all digits of float32 or wider."""
+        like = at_least_float32(join(problem.start))
+        with full_products(like):
+            return problem.square(like.dtype)
 
     def _slopes(self, problem: LocalProblem) -> Tensor | float:
         """Return the slope h by which each output's gradient is divided: ``[..., d]`` or a number."""

@@ -105,7 +105,8 @@ def _facts(layer: LayerRecord) -> LayerFacts:
     has_joined = empty is not None and any(call is empty for call in layer.calls)
     has_rows = layer.has_rows or (has_joined and not layer.obstacle)
     kept = row_reduction.kept_rows(layer)
-    return LayerFacts(layer.row_count, kept, has_rows, layer.has_gram, _role(layer))
+    shapes = "" if layer.kind.linear_map.holds_rows else str([call.x.shape for call in layer.calls])
+    return LayerFacts(layer.row_count, kept, has_rows, layer.has_gram, _role(layer), shapes)
 
 
 def _shard_facts(layer: LayerRecord) -> ShardFacts:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_locoprop.distributed.ddp import Exchange
 from torch_locoprop.distributed.divided_matrices import MATRICES, computed
+from torch_locoprop.paper.gram import FULL
 from torch_locoprop.paper.tensors import Tensors, join
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.base import States
@@ -32,7 +33,7 @@ def is_divided(posed: Posed) -> bool:
     solver, problem = posed.method.solver, posed.problem
     if type(solver) is not Exact or not isinstance(problem.others, Exchange):
         return False
-    if problem.structure is not None or not problem.others.facts.all_have_rows:
+    if not problem.others.facts.all_have_rows:
         return False
     grouped = join(problem.start).dim() > 2
     if grouped or not solver.factorizes(problem, posed.states):
@@ -96,7 +97,8 @@ def _factorization(posed: Posed) -> Tensors:
     """Return empty tensors like those of the factorization that the state keeps, by name."""
     bent = posed.problem.loss.uses_transfer
     like = {name: tensor.to("meta") for name, tensor in posed.problem.start.items()}
-    state = _solver(posed).empty_states(like, bent)[_owner(posed)]
+    structure = posed.problem.structure or FULL
+    state = _solver(posed).empty_states(like, bent, structure=structure)[_owner(posed)]
     return {key: entry for key, entry in state.items() if key != "gram"}
 
 
@@ -109,7 +111,8 @@ def _size(posed: Posed) -> int:
 def _work(posed: Posed) -> int:
     """Return about how many operations the solution of a layer takes."""
     d, n = join(posed.problem.start).shape
-    return operations(d, n, posed.problem.loss.uses_transfer)
+    bent, structure = posed.problem.loss.uses_transfer, posed.problem.structure or FULL
+    return operations(d, n, bent, structure)
 
 
 def _owner(posed: Posed) -> str:

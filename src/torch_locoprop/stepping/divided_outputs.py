@@ -1,9 +1,10 @@
 """Local iterations of layers under DDP, with the outputs divided among the processes.
 
 Each process solves the problems of some outputs for the rows of all processes: with XᵀX, which is added
-up once, or with all rows, which are gathered once. One all-gather then brings all new rows of the
-layer's tensors, and of the solver's state, to all processes. Without this division, every process
-solves all outputs with its own rows, and the processes add up a gradient in each iteration.
+up once, or with all rows, which are gathered once; of a convolution the images are gathered. One
+all-gather then brings all new rows of the layer's tensors, and of the solver's state, to all processes.
+Without this division, every process solves all outputs with its own rows, and the processes add up a
+gradient in each iteration, and the sums of preconditioned iterations over rows.
 """
 
 from __future__ import annotations
@@ -19,12 +20,13 @@ from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.collectives import gathered, of_all, padded_to, row_counts
 from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.fast import dispatch
+from torch_locoprop.layers.conv import ConvMap
 from torch_locoprop.paper.gram import Gram, saves_work
-from torch_locoprop.paper.linear_map import Dense
+from torch_locoprop.paper.linear_map import Dense, LinearMap
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
-from torch_locoprop.solvers import FirstOrder
-from torch_locoprop.solvers.base import States
+from torch_locoprop.solvers import FirstOrder, Preconditioned
+from torch_locoprop.solvers.base import Solver, States
 from torch_locoprop.stepping.build_problem import Posed
 from torch_locoprop.stepping.layer_part import couples_outputs
 
@@ -42,10 +44,13 @@ def is_divided(posed: Posed) -> bool:
     problem, method, facts = posed.problem, posed.method, posed.layer.shared_facts
     if not isinstance(problem.others, Exchange) or not isinstance(facts, SharedFacts):
         return False
-    iterates = isinstance(method.solver, FirstOrder) and method.local_steps > 1
+    solver = method.solver
+    iterates = isinstance(solver, FirstOrder) or type(solver) is Preconditioned
     whole_rows = facts.all_have_rows and facts.active == facts.processes
     weight = problem.start.get("weight")
-    if not (iterates and whole_rows) or weight is None or weight.dim() > 2:
+    if not (iterates and whole_rows and method.local_steps > 1):
+        return False
+    if weight is None or weight.dim() > 2:
         return False
     of_rows = problem.target.needs | problem.regularizer.needs
     if not of_rows <= {"g", "v"} or couples_outputs(posed.layer, method):
@@ -53,11 +58,20 @@ def is_divided(posed: Posed) -> bool:
     d, n = weight.shape
     if d < facts.processes:
         return False
-    if not of_rows and _goes_through_gram(problem, facts, method.local_steps):
+    first_order = isinstance(solver, FirstOrder)
+    if first_order and not of_rows and _goes_through_gram(problem, facts, method.local_steps):
         return n >= PAYS_FROM
-    dense = type(problem.linear_map) is Dense
-    gathers = dense and facts.equal_rows and not facts.some_have_gram
-    return gathers and _gathers_less(posed, facts, d, n)
+    gathers = facts.equal_rows and not facts.some_have_gram
+    if not gathers or _narrower(problem.linear_map, 1) is None:
+        return False
+    return _gathers_less(posed, facts, d, n)
+
+
+def _narrower(linear_map: LinearMap, d: int) -> LinearMap | None:
+    """Return the map of d of the outputs; None if rows cannot be gathered for some outputs."""
+    if isinstance(linear_map, ConvMap):
+        return linear_map.with_outputs(d)
+    return linear_map if type(linear_map) is Dense else None
 
 
 def _goes_through_gram(problem: LocalProblem, facts: SharedFacts, local_steps: int) -> bool:
@@ -72,15 +86,25 @@ def _goes_through_gram(problem: LocalProblem, facts: SharedFacts, local_steps: i
 
 def _gathers_less(posed: Posed, facts: SharedFacts, d: int, n: int) -> bool:
     """Return True if sending rows and solutions takes less than sending a gradient per iteration."""
-    size, bias = posed.layer.like.element_size(), "bias" in posed.problem.start
-    processes, solver = facts.processes, posed.method.solver
-    rows = communication.rows_in_ddp(facts.rows // processes, n, processes, size)
-    for _ in _row_gradients(posed.problem):
-        rows = rows.plus(communication.rows_in_ddp(facts.rows // processes, d, processes, size))
+    problem, solver, local_steps = posed.problem, posed.method.solver, posed.method.local_steps
+    size, bias = posed.layer.like.element_size(), "bias" in problem.start
+    processes, rows = facts.processes, facts.rows // facts.processes
+    of_inputs = (rows, n)
+    if isinstance(problem.linear_map, ConvMap):
+        of_inputs = (1, sum(images.x.numel() for images in problem.x))
+    parts = communication.rows_in_ddp(*of_inputs, processes, size)
+    for _ in _row_gradients(problem):
+        parts = parts.plus(communication.rows_in_ddp(rows, d, processes, size))
     entries = len(solver.row_state)
-    found = communication.outputs_in_ddp(d, n + bias, entries, processes, size)
-    added = communication.by_iterations_in_ddp(d, n, bias, posed.method.local_steps, size)
-    return rows.plus(found).sent_bytes(processes) < added.sent_bytes(processes)
+    parts = parts.plus(communication.outputs_in_ddp(d, n + bias, entries, processes, size))
+    if isinstance(solver, FirstOrder):
+        added = communication.by_iterations_in_ddp(d, n, bias, local_steps, size)
+    else:
+        parts = parts.plus(communication.square_in_ddp(n + bias, size))
+        added = communication.preconditioned_in_ddp(
+            d, n, bias, local_steps, size, slopes=problem.loss.uses_transfer
+        )
+    return parts.sent_bytes(processes) < added.sent_bytes(processes)
 
 
 def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
@@ -98,7 +122,7 @@ def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
     def own(tensors: Mapping[str, Tensor]) -> Tensors:
         return {name: tensor[first : first + most] for name, tensor in tensors.items()}
 
-    whole = _with_all_rows(problem, facts, local_steps)
+    whole = _with_all_rows(problem, facts, solver, local_steps)
     columns: dict[str, Any] = {
         name: rows[..., first : first + most] for name, rows in _row_gradients(whole).items()
     }
@@ -106,10 +130,13 @@ def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
         name: {**state, **own({k: e for k, e in state.items() if k in solver.row_state})}
         for name, state in posed.states.items()
     }
+    start = own(problem.start)
+    narrower = _narrower(problem.linear_map, len(start["weight"]))
     part = replace(
         whole,
         **columns,
-        start=own(problem.start),
+        linear_map=problem.linear_map if narrower is None else narrower,
+        start=start,
         fixed=own(problem.fixed),
         backprop=own(problem.backprop),
         base=own(problem.base),
@@ -121,19 +148,33 @@ def solved(posed: Posed, local_decay: str) -> tuple[Tensors, States]:
     return _of_all_outputs(new, states, solver.row_state, len(problem.start["weight"]), facts)
 
 
-def _with_all_rows(problem: LocalProblem, facts: SharedFacts, local_steps: int) -> LocalProblem:
+def _with_all_rows(
+    problem: LocalProblem, facts: SharedFacts, solver: Solver, local_steps: int
+) -> LocalProblem:
     """Return the problem with XᵀX of all processes if it is solved with XᵀX, else with all rows."""
-    gram = problem.through_gram(local_steps)
-    if gram is not None:
-        return replace(problem, x=gram, row_weight=1.0)
+    known: dict[str, Any] = {}
+    if isinstance(solver, Preconditioned):
+        known["whole_square"] = solver.square(problem)  # the work for it stays divided by rows
+    else:
+        gram = problem.through_gram(local_steps)
+        if gram is not None:
+            return replace(problem, x=gram, row_weight=1.0)
     exchange = cast(Exchange, problem.others)
     weight = cast(float, problem.row_weight)
-    own = {"x": problem.x, **_row_gradients(problem)}
-    rows: dict[str, Any] = {
-        name: of_all([facts.group], tensor).flatten(0, 1) for name, tensor in own.items()
-    }
-    rows["row_weight"] = weight / facts.divisor if exchange.mean else weight
-    return replace(problem, **rows)
+    for name, rows in _row_gradients(problem).items():
+        known[name] = of_all([facts.group], rows).flatten(0, 1)
+    known["x"] = _all_inputs(problem, facts)
+    known["row_weight"] = weight / facts.divisor if exchange.mean else weight
+    return replace(problem, **known)
+
+
+def _all_inputs(problem: LocalProblem, facts: SharedFacts) -> Any:
+    """Return the inputs of all processes, whose shapes are those of this process."""
+    if not isinstance(problem.linear_map, ConvMap):
+        return of_all([facts.group], problem.x).flatten(0, 1)
+    sizes, numbers = problem.linear_map.packed(problem.x)
+    of_each = of_all([facts.group], numbers).flatten()
+    return problem.linear_map.unpacked(sizes.repeat(facts.processes, 1), of_each)
 
 
 def _row_gradients(problem: LocalProblem) -> Tensors:
