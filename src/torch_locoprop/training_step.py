@@ -135,9 +135,7 @@ class TrainingStep:
         """Return the step of the optimizer's present phase."""
         phase = getattr(self._optimizer, "phase", None)
         if phase not in self._repeated:
-            buffers = self._buffers
             self._repeated[phase] = graphs.Repeated(
-                lambda: self._take(buffers),
                 eager=graphs.EAGER_STEPS,
                 priority=-1,  # ahead of the layers' streams: they wait for the backward pass
             )
@@ -150,7 +148,7 @@ class TrainingStep:
             place.copy_(batch[i])
         is_replay, records = repeated.is_recorded, repeated.will_record
         try:
-            loss = repeated().clone()
+            loss = repeated(lambda: self._take(self._buffers)).clone()
         except BaseException as error:
             if not records:
                 raise

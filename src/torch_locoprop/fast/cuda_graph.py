@@ -24,6 +24,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from torch_locoprop.fast.cuda_capture import capture
+
 DEVICE_TYPES = ("cuda",)  # of devices with streams and CUDA graphs; tests emulate them on others
 
 T = TypeVar("T")
@@ -58,14 +60,8 @@ class Recording(Generic[T]):
 
     def __init__(self, work: Callable[[], T], priority: int = 0) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        before = torch.cuda.current_stream()
-        own = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
-        try:
-            # "thread_local" lets other threads, such as data loaders, use the GPU meanwhile.
-            with torch.cuda.graph(self._graph, stream=own, capture_error_mode="thread_local"):
-                self.result = work()
-        finally:
-            torch.cuda.set_stream(before)  # PyTorch does not restore it if the recording fails
+        with capture(self._graph, priority):
+            self.result = work()
 
     def replay(self) -> None:
         """Run the recorded kernels."""
@@ -76,13 +72,12 @@ class Repeated(Generic[T]):
     """Work that is the same in every call: run eagerly at first, then replayed as a CUDA graph.
 
     Args:
-        work: a function that reads and writes the same tensors in every call.
         eager: number of calls before the recording.
         priority: the priority of the stream that records; -1 is higher than that of side streams.
     """
 
-    def __init__(self, work: Callable[[], T], eager: int, priority: int = 0) -> None:
-        self._work, self._eager, self._priority = work, eager, priority
+    def __init__(self, eager: int, priority: int = 0) -> None:
+        self._eager, self._priority = eager, priority
         self._recording: Recording[T] | None = None
 
     @property
@@ -95,24 +90,32 @@ class Repeated(Generic[T]):
         """True if the next call records the work."""
         return self._recording is None and self._eager == 0
 
-    def __call__(self) -> T:
-        """Run or replay the work and return its result, which the next replay overwrites."""
+    def __call__(self, work: Callable[[], T]) -> T:
+        """Run or replay the work and return its result, which the next replay overwrites.
+
+        Args:
+            work: a function that reads and writes the same tensors in every call. It is not kept, so
+                that its owner may own this object too: the CUDA graph is freed with the owner.
+        """
         if self.will_record:
-            self._recording = Recording(self._work, self._priority)
+            self._recording = Recording(work, self._priority)
         if self._recording is None:
             self._eager -= 1
-            return _on_side_stream(self._work)
+            return _on_side_stream(work)
         self._recording.replay()
         return self._recording.result
 
 
 def _on_side_stream(work: Callable[[], T]) -> T:
     """Run work on a stream other than the default one, as PyTorch requires before a recording."""
+    before = torch.cuda.current_stream()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream())
+    stream.wait_stream(before)
     with torch.cuda.stream(stream):
         result = work()
-    torch.cuda.current_stream().wait_stream(stream)
+    before.wait_stream(stream)
+    if isinstance(result, Tensor):
+        result.record_stream(before)  # its memory is not used again while that stream reads it
     return result
 
 

@@ -318,7 +318,7 @@ class GraphedPopulation:
         self.population = population
         self.images = images
         self.index = torch.zeros(rows, dtype=torch.long, device=images.device)
-        self._repeated = self._new_graph()
+        self._repeated = graphs.Repeated[None](eager=1)
 
     def step(self, index: Tensor, rate: float) -> None:
         """Take one step on ``images[index]``, at ``rate`` times each member's learning rate."""
@@ -328,12 +328,9 @@ class GraphedPopulation:
             self.population.step(self.images[index])
             return
         self.index.copy_(index)
-        self._repeated()
+        self._repeated(lambda: self.population.step(self.images[self.index]))
 
     def keep(self, members: Sequence[int]) -> None:
         """Drop all members except these, and record a new CUDA graph for their tensors."""
         self.population.keep(members)
-        self._repeated = self._new_graph()
-
-    def _new_graph(self) -> graphs.Repeated[None]:
-        return graphs.Repeated(lambda: self.population.step(self.images[self.index]), eager=1)
+        self._repeated = graphs.Repeated[None](eager=1)
