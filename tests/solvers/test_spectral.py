@@ -345,6 +345,31 @@ def test_wide_layers_leave_c_out(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(first.weight.detach(), expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "settings", "omits"),
+    [
+        (9000, {}, True),
+        (8192, {}, True),  # with the bias 8193 columns
+        (8191, {}, False),
+        (9000, {"gram": "block"}, False),
+        (9000, {"gram": "block", "block_size": 10_000}, True),  # one block, which is all of C
+        (9000, {"preset": "paper-s"}, False),
+    ],
+)
+def test_the_summary_names_layers_without_c(
+    inputs: int, settings: dict[str, Any], omits: bool
+) -> None:
+    model = nn.Linear(inputs, 2)
+    opt = LocoProp(model, output_transfer="linear", **settings)
+    note = "more than 8192 inputs (a bias counts as one): the step is taken without C"
+    assert (note in opt.summary()) == omits
+    model(torch.randn(3, inputs)).square().mean().backward()
+    opt.step()
+    assert (note in opt.summary()) == omits
+    if "preset" not in settings:
+        assert ("inverse" in opt.state[model.weight]) != omits
+
+
 def test_large_gradients_in_half_precision() -> None:
     model = network().to(torch.float16)
     opt = LocoProp(model)

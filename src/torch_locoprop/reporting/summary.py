@@ -11,8 +11,11 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from torch_locoprop.config.groups import Group
+from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.model_scan import Unserved, newcomers
+from torch_locoprop.solvers import Solver, Spectral
+from torch_locoprop.solvers.spectral import WIDEST
 from torch_locoprop.stepping.first_step import FirstStep
 from torch_locoprop.stepping.layer_part import part_of
 from torch_locoprop.stepping.method import LayerPlan, Plan
@@ -24,6 +27,10 @@ FIRST_STEP = (
     "over their size, change of the weight over its size."
 )
 DETECTED_LATER = "transfer is detected in the first step"
+WITHOUT_GRAM = (
+    f"more than {WIDEST} inputs (a bias counts as one): the step is taken without C, or with "
+    'gram="block" with blocks of it'
+)
 
 
 def summary_of(
@@ -85,10 +92,21 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, group: Group, in_model: bool)
     part = part_of(layer, plan.method)
     if part is not None:
         note = note or part.note(layer, plan.method, group)
+    note = "; ".join(filter(None, (note, _note_on_gram(layer, plan.method.solver, group))))
     if not layer.trained:
         note = "frozen"
     shape = _shapes([layer.tensors["weight"]])
     return layer.name or "(model)", layer.kind.kind, shape, transfer, plan.variant.name, note
+
+
+def _note_on_gram(layer: LayerRecord, solver: Solver, group: Group) -> str:
+    """Return a note if the layer's spectral steps are taken without C; otherwise an empty string."""
+    with_bias = "bias" in layer.tensors and layer.tensors["bias"].requires_grad
+    columns = layer.kind.matrix("weight", layer.like).shape[-1] + with_bias
+    asked = Structure(group["gram"], group["block_size"])
+    structure = asked if asked.reduces(columns) else FULL
+    omits = isinstance(solver, Spectral) and solver.omits_gram(columns, structure)
+    return WITHOUT_GRAM if omits and layer.tensors["weight"].requires_grad else ""
 
 
 def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:

@@ -67,8 +67,8 @@ class Spectral(Solver):
 
     A step changes the entries of a weight by about 0.2 lr. The settings ``momentum`` and ``decay`` are
     those of the average gradient and of the mean squares of the rows; ``gamma``, ``local_steps`` and
-    ``eps`` have no effect. Layers with more than 8192 inputs take the step without C, unless
-    ``gram="block"`` or ``"diagonal"`` is set.
+    ``eps`` have no effect. Layers with more than 8192 inputs, a bias counted as one, take the step
+    without C, unless ``gram="block"`` or ``"diagonal"`` is set.
 
     Args:
         every: number of steps between two renewals of C and its inverse. Each of the first ten steps
@@ -232,7 +232,7 @@ class Spectral(Solver):
         *leading, d, n = joint.shape
         shapes: dict[str, tuple[int, ...]] = {"average": (d, n), "rows": (d, 1)}
         of_gram = structure.shape(n)
-        if n <= WIDEST or structure != FULL:
+        if not self.omits_gram(n, structure):
             shapes |= {"gram": of_gram, "inverse": of_gram}
         if self.agreement > 0:
             shapes |= {"moved": (d, n), "energy": (1, 1), "signal": (1, 1), "growth": (1, 1)}
@@ -256,6 +256,16 @@ class Spectral(Solver):
     def phase(self, number: int) -> int:
         return int(self._renews(number))
 
+    @staticmethod
+    def omits_gram(columns: int, structure: Structure) -> bool:
+        """Return True if steps of a layer are taken without C, because C would be too large.
+
+        Args:
+            columns: how many columns of ``[W b]`` are trained.
+            structure: which entries of C the solver gets.
+        """
+        return columns > WIDEST and structure == FULL
+
     def use_of_rows(
         self,
         local_steps: int,
@@ -272,8 +282,7 @@ class Spectral(Solver):
     ) -> bool:
         """Return True if a step computes C of its rows."""
         known = structure.fits(state.get("inverse"), columns)
-        served = columns <= WIDEST or structure != FULL
-        return served and (self._renews(number) or not known)
+        return not self.omits_gram(columns, structure) and (self._renews(number) or not known)
 
     def _renews(self, number: int) -> bool:
         return number < EARLY or number % self.every == 0
