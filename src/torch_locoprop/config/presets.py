@@ -130,9 +130,12 @@ class Given:
 
 
 def warn_of_unused(given: Mapping[str, Any], solver: Solver, name: str) -> None:
-    """Warn of settings that the user has given and that the solver, of this name, does not use."""
-    unused = [n for n, value in given.items() if n in solver.ignores and value != DEFAULTS[n]]
-    if unused:
+    """Warn of settings that the user has given and that the solver, of this name, does not use.
+
+    A setting that is zero, such as ``momentum=0.0``, asks for nothing.
+    """
+    unused = [n for n, v in given.items() if n in solver.ignores and v not in (0, DEFAULTS[n])]
+    if unused and solver.warns_of_ignored:
         warnings.warn(
             f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with "
             f"solver={name!r}.",

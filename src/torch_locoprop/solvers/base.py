@@ -70,8 +70,12 @@ class Solver:
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     # Settings that a layer's weight and bias must share, because one system is solved for both.
     joint_settings: ClassVar[tuple[str, ...]] = ()
-    # Settings of the optimizer that have no effect on the solution.
+    # Settings of the optimizer that have no effect on the solution. A subclass that uses a setting
+    # which its base class ignores declares this again.
     ignores: ClassVar[frozenset[str]] = frozenset()
+    # True: a warning names ignored settings that users give. The first-order solvers and the closed
+    # form give none, because they are often compared under one set of settings.
+    warns_of_ignored: ClassVar[bool] = True
     # The solver's learning rate over that of AdamW for parameters without a local problem; None if the
     # two cannot be compared.
     over_fallback: ClassVar[float | None] = None

@@ -78,6 +78,8 @@ class Exact(Solver):
     name = "exact"
     closed_form = True
     joint_settings = ("lr",)
+    ignores = frozenset({"momentum", "decay", "eps", "local_decay"})
+    warns_of_ignored = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:

@@ -42,6 +42,7 @@ class FirstOrder(Solver):
     """T iterations ``W ← W − step(∇D(W))``. Subclass it and define ``step``, and ``init`` if needed."""
 
     row_state = frozenset({"momentum", "square"})
+    warns_of_ignored = False
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
         """Return the state before the first step.
@@ -155,6 +156,7 @@ class Sgd(FirstOrder):
 
     name = "sgd"
     stateless = True
+    ignores = frozenset({"momentum", "decay", "eps"})
 
     def step(self, gradient: Tensor, state: Tensors, numbers: Numbers) -> tuple[Tensor, Tensors]:
         return numbers.lr * gradient, state
@@ -164,6 +166,7 @@ class Momentum(FirstOrder):
     """``m ← μ m + g``, ``w ← w − η m``."""
 
     name = "momentum"
+    ignores = frozenset({"decay", "eps"})
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
         return {"momentum": torch.zeros_like(tensor)}
@@ -187,6 +190,7 @@ class Adagrad(FirstOrder):
     """``v ← v + g²`` from v₀ = ε, ``w ← w − η g / √v``."""
 
     name = "adagrad"
+    ignores = frozenset({"momentum", "decay"})
 
     def init(self, tensor: Tensor, numbers: Numbers) -> Tensors:
         return {"square": torch.zeros_like(tensor) + numbers.eps}

@@ -17,17 +17,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_locoprop.paper.names import unknown
+from torch_locoprop.solvers import SOLVERS
 from torch_locoprop.study.methods import Method
 from torch_locoprop.study.methods.search_space import SHARED, Choices, Domain, Space, Span
-
-UNUSED_BY_SOLVER: dict[str, tuple[str, ...]] = {
-    "sgd": ("momentum", "decay", "eps"),
-    "momentum": ("decay", "eps"),
-    "nesterov": ("decay", "eps"),
-    "adagrad": ("momentum", "decay"),
-    "exact": ("momentum", "decay", "eps"),
-}
-"""Settings of LocoProp that a local solver does not use."""
 
 
 def of(
@@ -68,7 +60,7 @@ def of(
 def known(method: Method, solver: Any = None) -> Space:
     """Return the ranges of those settings that have one and that the local solver uses."""
     ranges = {**SHARED, **method.space}
-    unused = UNUSED_BY_SOLVER.get(str(solver), ())
+    unused = SOLVERS[solver].ignores if solver in SOLVERS else ()
     used = [name for name in method.settings if name not in unused]
     return {name: ranges[name] for name in used if name in ranges}
 
