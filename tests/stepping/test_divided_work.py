@@ -141,7 +141,9 @@ def test_divided_work_is_that_of_one_process(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("settings", [MANY, STEEP], ids=["M", "preconditioned"])
-def test_images_of_other_shapes_with_as_many_rows_and_numbers_stay(settings: dict[str, Any]) -> None:
+def test_images_of_other_shapes_with_as_many_rows_and_numbers_stay(
+    settings: dict[str, Any],
+) -> None:
     """They cannot be gathered as the images of this process."""
     images = [torch.rand(2, 1, *shape).double() for shape in ((4, 6), (6, 4))]
 
