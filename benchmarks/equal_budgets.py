@@ -27,7 +27,6 @@ from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.equal_budgets import trials as drawing_of
 from torch_locoprop.study.equal_budgets import workers
-from torch_locoprop.study.equal_budgets.task_study import METHODS
 from torch_locoprop.study.equal_budgets.trial_table import table
 from torch_locoprop.study.equal_budgets.trials import (
     add_trials,
@@ -35,6 +34,7 @@ from torch_locoprop.study.equal_budgets.trials import (
     read_results,
     read_trials,
 )
+from torch_locoprop.study.methods import in_equal_budgets
 
 FOLDER = Path(__file__).parents[1] / "results" / "equal-budgets" / "standard"
 
@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--first", type=int, help="look at so many trials of each method only")
     for command in (drawing, running, showing):
         command.add_argument("--folder", type=Path, default=FOLDER)
-        command.add_argument("--methods", nargs="+", default=list(METHODS))
+        command.add_argument("--methods", nargs="+", default=list(in_equal_budgets()))
     return parser
 
 

@@ -9,9 +9,9 @@ import pytest
 from benchmarks import equal_budgets
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.equal_budgets import workers
-from torch_locoprop.study.equal_budgets.task_study import METHODS as ALL
 from torch_locoprop.study.equal_budgets.trial_table import table
 from torch_locoprop.study.equal_budgets.trials import position, read_results, read_trials, space_of
+from torch_locoprop.study.methods import in_equal_budgets
 
 METHODS = ["muon", "kfac@10", "rmsprop", "locoprop-s"]
 TINY = ["--device", "cpu", "--model", "784-6-3", "--epochs", "2", "--limit", "1200"]
@@ -75,7 +75,7 @@ def test_the_committed_trials_are_those_that_are_drawn(tmp_path: Path) -> None:
     }
     first = [t for t in committed["trials"] if t["trial"] < 12 and t["seed"] == 0]
     assert first == again["trials"]
-    assert len(first) == 12 * len(ALL)
+    assert len(first) == 12 * len(in_equal_budgets())
 
 
 def test_settings_are_spread_over_the_space(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.cli import exit_codes
 from torch_locoprop.study.figures import catalog, run_jobs
 from torch_locoprop.study.figures.protocol import PROTOCOL
@@ -115,14 +116,14 @@ def test_tuned_settings_and_epochs_reach_the_runs(run: Any) -> None:
     assert {config.epochs for config in relu} == {1}
     rates = {config.method: config.settings["lr"] for config in relu}
     assert rates["adam"] == 0.123
-    assert rates["rmsprop"] == QUICK.settings["rmsprop"]["lr"]
+    assert rates["rmsprop"] == methods.get("rmsprop").quick["lr"]
     assert {(c.settings["gamma"], c.settings["local_steps"]) for c in by_steps} == {
         (3.0, steps) for steps in (1, 5, 10, 50)
     }
 
 
 def test_all_makes_every_one(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch_locoprop.study.figures.costs.METHODS", ("sgd", "adam"))
+    monkeypatch.setattr("torch_locoprop.study.figures.costs.PAPER", ("sgd", "adam"))
     monkeypatch.setattr("torch_locoprop.study.figures.costs.LEAST_SECONDS", 0.0)
     words = [*PEERS, "--without", "kfac@2", "--epochs", "1"]
     code, out, _ = run("all", "--quick", *words, "--quiet")

@@ -4,10 +4,13 @@ import json
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import small
+from torch import nn
+from torch.optim import Optimizer
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures import catalog
 from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.protocol import PROTOCOL
@@ -78,8 +81,8 @@ def test_the_protocol_is_the_papers(name: str) -> None:
             ("test_loss", "epoch"),
         ]
     assert_protocol(name, figure.configs)
-    methods = {config.method.partition("@")[0] for config in figure.configs}
-    assert {"adam", "rmsprop", "kfac", "shampoo", "locoprop-s", "locoprop-m"} <= methods
+    drawn = {config.method.partition("@")[0] for config in figure.configs}
+    assert {"adam", "rmsprop", "kfac", "shampoo", "locoprop-s", "locoprop-m"} <= drawn
 
 
 def test_first_order_methods_are_the_papers() -> None:
@@ -122,7 +125,7 @@ def test_every_method_of_a_quick_figure_has_settings_for_it() -> None:
     """The settings of the paper's protocol do not train small models on few images."""
     for name in LOSSES:
         for config in catalog.loss_figure(name, QUICK).configs:
-            assert config.method.partition("@")[0] in QUICK.settings
+            assert methods.get(config.method).quick
 
 
 def test_a_method_at_k_looks_the_same_in_every_figure() -> None:
@@ -139,30 +142,45 @@ def test_a_method_at_k_looks_the_same_in_every_figure() -> None:
     assert looks(PROTOCOL)["kfac@10"] == {1}
 
 
-def test_settings_of_one_task_go_before_those_of_all() -> None:
-    scale = small.SCALE
-    changed = Scale(
-        scale.tasks, scale.renewed, {"adam": {"lr": 1.0}}, {"relu": {"adam": {"lr": 2.0}}}, {}
+def own_method(**given: Any) -> None:
+    """Register a method that is never built, with three numbers and local iterations."""
+
+    def build(model: nn.Module, settings: methods.Settings) -> Optimizer:
+        raise NotImplementedError
+
+    settings = {"lr": 1.0, "gamma": 1.0, "eps": 1.0, "local_steps": 10}
+    methods.register(methods.Method("mine", build, settings, "untuned", **given))
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_settings_for_a_number_of_iterations_override_those_of_a_task() -> None:
+    own_method(
+        tasks={
+            "deep": methods.TaskSettings({"lr": 2.0, "gamma": 2.0}, "two"),
+            methods.iterations(3): methods.TaskSettings({"lr": 3.0}, "three"),
+        }
     )
-    assert changed.series("relu", "adam").config.settings["lr"] == 2.0
-    assert changed.series("deep", "adam").config.settings["lr"] == 1.0
-
-
-def test_settings_for_a_number_of_iterations_go_before_those_of_a_task() -> None:
-    settings = {"locoprop-m": {"lr": 1.0, "gamma": 1.0, "eps": 1.0}}
-    special = {
-        "deep": {"locoprop-m": {"lr": 2.0, "gamma": 2.0}},
-        catalog.iterations(3): {"locoprop-m": {"lr": 3.0}},
-    }
-    origins = {"deep": {"locoprop-m": "two"}, catalog.iterations(3): {"locoprop-m": "three"}}
-    scale = replace(small.SCALE, settings=settings, special=special, origins=origins)
     for steps, lr, origin in ((3, 3.0, "three"), (4, 2.0, "two")):
-        series = scale.series("deep", "locoprop-m", steps)
+        series = PROTOCOL.series("deep", "mine", steps)
         found = {name: series.config.settings[name] for name in ("lr", "gamma", "eps")}
         assert found == {"lr": lr, "gamma": 2.0, "eps": 1.0}
         assert series.config.settings["local_steps"] == steps
-        assert series.label == f"LocoProp-M, T = {steps}"
+        assert series.label == f"mine, T = {steps}"
         assert (series.origin, series.fixed) == (origin, {"local_steps": steps})
+    usual = PROTOCOL.series("standard", "mine")
+    assert usual.config.settings == methods.get("mine").settings
+    assert usual.origin == ""
+
+
+@pytest.mark.usefixtures("own_methods")
+def test_quick_settings_of_one_task_override_those_of_all() -> None:
+    own_method(quick={"lr": 2.0, "eps": 2.0}, quick_tasks={"relu": {"lr": 3.0}})
+    rates = {task: QUICK.series(task, "mine").config.settings for task in QUICK.tasks}
+    assert {task for task, own in rates.items() if own["lr"] == 3.0} == {"relu"}
+    assert {own["lr"] for own in rates.values()} == {2.0, 3.0}
+    assert {(own["gamma"], own["eps"]) for own in rates.values()} == {(1.0, 2.0)}
+    assert "at this scale" in QUICK.series("deep", "mine").origin
+    assert PROTOCOL.series("deep", "mine").config.settings["lr"] == 1.0
 
 
 def test_one_iteration_of_s_and_of_m_is_one_method_with_one_setting() -> None:

@@ -14,6 +14,7 @@ from torch_locoprop.study.figures import cost_figure, cost_table, costs
 from torch_locoprop.study.figures.costs import Cost
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.figures.protocol import PROTOCOL
+from torch_locoprop.study.methods import TaskSettings
 from torch_locoprop.study.training.config import RunConfig
 
 LAYER = [(3, 5)]
@@ -50,7 +51,7 @@ def test_layers_of_the_autoencoder() -> None:
 
 
 def test_every_method_of_the_table_has_its_formulas() -> None:
-    for method in costs.METHODS:
+    for method in costs.method_names():
         assert "Σ" in costs.row_of(method).memory or method == costs.BASELINE
     with pytest.raises(ValueError, match="nesterov has no row"):
         costs.row_of("nesterov")
@@ -143,16 +144,16 @@ def test_costs_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert nothing.files == ()
     assert "there are no measurements" in said[-1]
     made = make()
-    assert calls == list(costs.METHODS)
+    assert calls == list(costs.method_names())
     assert [path.name for path in made.files] == ["costs.png", "costs.pdf", "costs.md"]
     assert made.files[2].read_text() == made.text
     assert "| LocoProp-M |" in made.text
     assert all(path.stat().st_size > 400 for path in made.files)
     assert make().text == made.text
     assert make(only_existing=True).text == made.text
-    assert len(calls) == len(costs.METHODS)
+    assert len(calls) == len(costs.method_names())
     make(without=("shampoo@1",))  # another table
-    assert len(calls) == 2 * len(costs.METHODS) - 1
+    assert len(calls) == 2 * len(costs.method_names()) - 1
     assert "with other methods or settings. It is kept" in "\n".join(said)
 
 
@@ -178,7 +179,7 @@ def test_a_measurement_of_another_environment_stays(
     before = committed.read_bytes()
     here["threads"] = 1
     assert "m1, 2 threads, fp32, torch 2.9." in make(only_existing=True).text
-    assert not said[len(costs.METHODS) :]
+    assert not said[len(costs.method_names()) :]
     difference = "was measured in another environment (threads is 2 there and 1 here)"
     said.clear()
     made = make()
@@ -187,9 +188,13 @@ def test_a_measurement_of_another_environment_stays(
     (new,) = set(committed.parent.iterdir()) - {committed}
     assert said[0].endswith(f"go to {new}.")
     assert make(only_existing=True).text == made.text
-    rates = {**small.SCALE.settings, "adam": {"lr": 0.5}}
-    assert make(scale=replace(small.SCALE, settings=rates)).text == made.text
-    assert len(calls) == 2 * len(costs.METHODS)
+
+    def at_other_rates(*of: Any) -> TaskSettings:
+        return TaskSettings({**small.SCALE.settings_of(*of).settings, "lr": 0.5})
+
+    other_rates = replace(small.SCALE, settings_of=at_other_rates)
+    assert make(scale=other_rates).text == made.text
+    assert len(calls) == 2 * len(costs.method_names())
 
 
 def test_no_cost_depends_on_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

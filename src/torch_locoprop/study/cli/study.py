@@ -24,7 +24,7 @@ from torch_locoprop.study.cli.shared import seed_numbers
 from torch_locoprop.study.equal_budgets import plan as planning
 from torch_locoprop.study.equal_budgets import summary
 from torch_locoprop.study.equal_budgets.study import TASKS, How, Study, StudyDescription, stored
-from torch_locoprop.study.equal_budgets.task_study import METHODS, Budget, TaskStudy
+from torch_locoprop.study.equal_budgets.task_study import Budget, TaskStudy
 from torch_locoprop.study.equal_budgets.trials import Trial
 from torch_locoprop.study.figures.run_jobs import using_threads
 from torch_locoprop.study.training.description import RunError, differences, differing
@@ -76,7 +76,7 @@ Methods = Annotated[
         "--methods",
         metavar="METHOD,...",
         autocompletion=completion.method_names,
-        help=f"[dim]default: {', '.join(METHODS)}[/dim]",
+        help=f"[dim]default: {', '.join(methods.in_equal_budgets())}[/dim]",
     ),
 ]
 Seeds = Annotated[str | None, typer.Option(help="Seeds of the winners.  [dim]default: 0,1,2[/dim]")]
@@ -189,7 +189,7 @@ def _description(
 
 def _installed_methods() -> tuple[str, ...]:
     """Return the usual methods without those whose package is missing, which are named."""
-    missing = {name: methods.get(name).missing_package for name in METHODS}
+    missing = {name: methods.get(name).missing_package for name in methods.in_equal_budgets()}
     for name, needs in missing.items():
         if needs:
             typer.echo(f"{name} is left out: it {needs}.", err=True)

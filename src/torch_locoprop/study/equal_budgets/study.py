@@ -24,7 +24,6 @@ from torch_locoprop.study.atomic_files import write
 from torch_locoprop.study.equal_budgets import plan, reached_losses, summary, workers
 from torch_locoprop.study.equal_budgets.task_study import (
     FINAL,
-    METHODS,
     SEARCH,
     Budget,
     SearchImages,
@@ -35,6 +34,7 @@ from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.methods import in_equal_budgets
 from torch_locoprop.study.training.description import RunError, read_description
 
 TASKS = ("standard", "deep", "wide", "batch-100", "relu", "fashion-mnist", "curves")
@@ -47,7 +47,7 @@ class StudyDescription:
 
     Args:
         tasks: Names of tasks (`TASKS`).
-        methods: The methods.
+        methods: The methods, by default those whose records take part.
         budget: What every method gets on every task.
         quick: Generated images and small models instead of the protocol of the paper.
         epochs: Epochs of every run; None for those of the tasks.
@@ -57,7 +57,7 @@ class StudyDescription:
     """
 
     tasks: tuple[str, ...] = TASKS
-    methods: tuple[str, ...] = METHODS
+    methods: tuple[str, ...] = field(default_factory=in_equal_budgets)
     budget: Budget = field(default_factory=lambda: Budget(12))
     quick: bool = False
     epochs: int | None = None

@@ -41,23 +41,6 @@ from torch_locoprop.study.equal_budgets.trials import (
 from torch_locoprop.study.equal_budgets.workers import ImageSource
 from torch_locoprop.study.training.description import RunError, differences, differing
 
-METHODS = (
-    "muon",
-    "soap",
-    "locoprop-m",
-    "locoprop-s",
-    "exact-s-muon",
-    "kfac@10",
-    "rmsprop",
-    "adam",
-    "shampoo@100",
-    "momentum",
-    "adagrad",
-    "sgd",
-    "locoprop-spectral",
-)
-"""The methods compared, in the order in which they are started."""
-
 SEARCH, FINAL = "search", "final"
 """The stages of trials: on nine tenths of the training images, and of winners on all of them."""
 

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 
 import torch
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.atomic_files import append_line
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.equal_budgets.trials import Trial
@@ -36,9 +37,6 @@ from torch_locoprop.study.training import matrix_population, population_run
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import Checkpoint, Metrics
 from torch_locoprop.study.training.runner import run
-
-STRICT = ("kfac@10", "shampoo@100")
-"""Methods whose matrix products are in strict float32 on a GPU, as in the other results."""
 
 GRACE = 15.0
 """Seconds after the deadline in which a process may finish its epoch before it is killed."""
@@ -84,7 +82,8 @@ class Work:
 
 def config_of(trial: Trial, task: Mapping[str, Any], device: str) -> RunConfig:
     """Return the configuration of a trial."""
-    strict = device == "cpu" or trial["method"] in STRICT
+    own = methods.get(trial["method"]).equal_budgets
+    strict = device == "cpu" or (own is not None and own.strict)
     return RunConfig(
         trial["method"],
         trial["settings"],

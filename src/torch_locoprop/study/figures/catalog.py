@@ -1,31 +1,27 @@
 """The list of figures: the name, the corresponding figure of the paper, and the lines of each.
 
-A `Scale` has the images, models and settings: the protocol of the paper (`protocol.py`), or a small one
-for a quick look (`quick.py`). Facts about methods are in their records.
+A `Scale` has the images and models: the protocol of the paper (`protocol.py`), or small ones for a
+quick look (`quick.py`). The settings of methods at both scales are in their records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from torch_locoprop.paper.names import unknown
 from torch_locoprop.study import methods
-from torch_locoprop.study.methods import label
+from torch_locoprop.study.methods import Method, TaskSettings, iterations, label
 from torch_locoprop.study.training.config import RunConfig
 
 Settings = Mapping[str, Any]
 Loss = Literal["train_loss", "test_loss"]
 Axis = Literal["epoch", "seconds"]
 
-SOLVERS = "solvers"
-"""The key of the origins of the solvers' settings in a scale."""
-
-
-def iterations(local_steps: int) -> str:
-    """Return the key of settings and origins for a number of local iterations in a scale."""
-    return f"T = {local_steps}"
+SettingsOf = Callable[[Method, str, int | None], TaskSettings]
+"""Takes a method, a task and a number of local iterations (None for the method's own); returns the
+settings that differ from the method's defaults, and where they come from."""
 
 
 @dataclass(frozen=True)
@@ -141,15 +137,13 @@ class LossFigure:
 
 @dataclass(frozen=True)
 class Scale:
-    """The tasks of the figures, and the methods and settings on each of them.
+    """The tasks of the figures, and how methods are run on them.
 
     Args:
         tasks: The fields of a `RunConfig` for each task.
         renewed: For each task, the methods `name@k` that renew a preconditioner.
-        settings: Settings of a method on every task.
-        special: Settings of a method on one task, or for a number of local iterations (`iterations`).
+        settings_of: Reads the settings on a task from the record of a method.
         solvers: Settings of LocoProp-M with each solver.
-        origins: Where `special` and `solvers` come from, by task, `iterations` or `SOLVERS`.
         targets: Train losses to which times are compared on the `TIMED` tasks, the highest first.
         images: The numbers of generated training and test images; None for the whole data set.
         threads: Threads of each process; None gives all cores to one run or divides them among runs.
@@ -158,10 +152,8 @@ class Scale:
 
     tasks: Mapping[str, Settings]
     renewed: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, Settings]
-    special: Mapping[str, Mapping[str, Settings]]
-    solvers: Mapping[str, Settings]
-    origins: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    settings_of: SettingsOf
+    solvers: Mapping[str, TaskSettings]
     targets: tuple[float, ...] = (53.0, 52.0, 51.0)
     images: tuple[int, int] | None = None
     threads: int | None = None
@@ -169,15 +161,12 @@ class Scale:
 
     def series(self, task: str, method: str, local_steps: int | None = None) -> Series:
         """Return the line of a method on a task, at this or its own number of local iterations."""
-        base = method.partition("@")[0]
+        own = self.settings_of(methods.get(method), task, local_steps)
         at = [] if local_steps is None else [iterations(local_steps)]
         fixed = {} if local_steps is None else {"local_steps": local_steps}
-        own, origin = dict(self.settings.get(base, {})), ""
-        for place in (task, *at):
-            own |= self.special.get(place, {}).get(base, {})
-            origin = self.origins.get(place, {}).get(base, origin)
-        config = RunConfig(method, {**own, **fixed}, **self.tasks[task])
-        return Series(", ".join([label(method), *at]), config, base, fixed, origin)
+        config = RunConfig(method, {**own.settings, **fixed}, **self.tasks[task])
+        base = method.partition("@")[0]
+        return Series(", ".join([label(method), *at]), config, base, fixed, own.source)
 
     def lines(self, task: str, names: Sequence[str]) -> tuple[Series, ...]:
         """Return the line of each of these methods on a task, once."""
@@ -260,12 +249,12 @@ def _by_local_steps(scale: Scale) -> tuple[Series, ...]:
 
 
 def _by_solver(scale: Scale) -> tuple[Series, ...]:
+    usual = scale.series("standard", "locoprop-m").config
     lines = []
-    for solver, settings in scale.solvers.items():
-        own = {**scale.settings.get("locoprop-m", {}), **settings, "solver": solver}
-        config = RunConfig("locoprop-m", own, **scale.tasks["standard"])
-        origin = scale.origins.get(SOLVERS, {}).get(solver, "")
-        lines.append(Series(f"local {label(solver)}", config, solver, {"solver": solver}, origin))
+    for solver, own in scale.solvers.items():
+        fixed = {"solver": solver}
+        config = replace(usual, settings={**usual.settings, **own.settings, **fixed})
+        lines.append(Series(f"local {label(solver)}", config, solver, fixed, own.source))
     return tuple(lines)
 
 

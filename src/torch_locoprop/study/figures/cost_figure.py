@@ -22,7 +22,7 @@ COLUMN_NOTES = 2
 def make_costs(request: FigureRequest, say: Say) -> MadeFigure:
     """Write the table of costs as PNG, PDF and Markdown."""
     configs = [
-        _config(request, method) for method in costs.METHODS if method not in request.without
+        _config(request, method) for method in costs.method_names() if method not in request.without
     ]
     first = configs[0]
     about = _about(configs)

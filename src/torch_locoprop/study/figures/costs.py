@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.study import methods
+from torch_locoprop.study.figures.catalog import newer_methods
 from torch_locoprop.study.figures.memory import peak_bytes
 from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.methods import StepCost
@@ -27,11 +28,14 @@ from torch_locoprop.training_step import TrainingStep
 
 Layers = Sequence[tuple[int, int]]
 
-METHODS = (
+PAPER = (
     *("sgd", "rmsprop", "adam", "locoprop-s", "locoprop-m"),
     *("kfac@1", "kfac@10", "kfac@100", "shampoo@1", "shampoo@10", "shampoo@100"),
 )
+"""The methods of the paper's Table 1, with the intervals of its figures."""
+
 BASELINE = "sgd"
+"""The method whose step is BackProp's own; the table shows what others take beyond it."""
 
 WARM_UP = 5
 LEAST_STEPS = 10
@@ -56,6 +60,12 @@ class Cost:
     operations: float
     step_ms: float
     peak_mib: float
+
+
+def method_names() -> tuple[str, ...]:
+    """Return the methods of the table: the paper's, and newer ones whose record has a row."""
+    newer = (name for name in newer_methods() if methods.get(name).cost is not None)
+    return (*PAPER, *newer)
 
 
 def row_of(method: str) -> StepCost:

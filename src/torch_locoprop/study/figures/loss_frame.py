@@ -12,17 +12,15 @@ from itertools import pairwise
 
 import numpy as np
 
+from torch_locoprop.study import methods
 from torch_locoprop.study.figures.catalog import Loss
 from torch_locoprop.study.figures.loss_lines import Drawn, Floats
 
 LOGARITHMIC = 2.25
 """A frame whose highest and lowest loss have at least this ratio gets a logarithmic scale."""
 
-OWN = ("locoprop-s", "locoprop-m")
-"""The methods whose lines end in the frame: the figures are about them."""
-
-STRETCH, STRETCH_FOR_OWN = 1.6, 4.0
-"""How much higher a frame gets at most, so that a line ends in it."""
+STRETCH, FARTHER_STRETCH = 1.6, 4.0
+"""How much higher a frame gets at most, so that a line ends in it; the second if its record asks."""
 
 ROW, SMALL_ROW = 0.055, 0.078
 """The height of a name in a frame and in a small one, as a share of the range of losses."""
@@ -62,11 +60,11 @@ def frame_of(lines: Sequence[Drawn], loss: Loss, *, small: bool = False) -> Fram
     span = max(early - low, 1.5 * (late - low), 1e-3 * abs(low))
     top = low + 1.05 * span
     for line, each in finite:
-        own = line.series.config.method in OWN
+        method = methods.get(line.series.config.method)
         middle = each.shape[1] // 2
-        end = float(each.mean(axis=0)[middle if own else -1 :].max())
+        end = float(each.mean(axis=0)[middle if method.ends_in_frame else -1 :].max())
         wanted = end + 0.03 * (end - low)
-        if wanted <= low + (STRETCH_FOR_OWN if own else STRETCH) * span:
+        if wanted <= low + (FARTHER_STRETCH if method.ends_in_frame else STRETCH) * span:
             top = max(top, wanted)
     # Lines that end above are named in a row each below the upper edge, above the other ends.
     names = sum(line.final(loss) > top for line in lines) * (SMALL_ROW if small else ROW)

@@ -25,10 +25,12 @@ from torch_locoprop.study.methods.record import (
     TUNED,
     UNTUNED,
     Build,
+    EqualBudgets,
     Method,
     Settings,
     colour,
     get,
+    in_equal_budgets,
     label,
     marker,
     names,
@@ -36,19 +38,24 @@ from torch_locoprop.study.methods.record import (
 )
 from torch_locoprop.study.methods.search_space import Choices, Span
 from torch_locoprop.study.methods.step_cost import StepCost
+from torch_locoprop.study.methods.task_settings import TaskSettings, iterations
 
 __all__ = [
     "TUNED",
     "UNTUNED",
     "Build",
     "Choices",
+    "EqualBudgets",
     "Method",
     "Settings",
     "Span",
     "StepCost",
+    "TaskSettings",
     "colour",
     "get",
     "import_all",
+    "in_equal_budgets",
+    "iterations",
     "label",
     "marker",
     "names",

@@ -9,7 +9,14 @@ from torch_locoprop import LocoProp, baselines
 from torch_locoprop.config.settings import VariantName
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study.methods.muon import muon_and_adam
-from torch_locoprop.study.methods.record import TUNED, Build, Method, Settings, register
+from torch_locoprop.study.methods.record import (
+    TUNED,
+    Build,
+    EqualBudgets,
+    Method,
+    Settings,
+    register,
+)
 from torch_locoprop.study.methods.search_space import SHORT_AVERAGE, Space, Span
 
 _SETTINGS = {"lr": 1e-2, "gamma": 100.0, "momentum": 0.9}
@@ -101,6 +108,9 @@ register(
             "momentum": SHORT_AVERAGE,
             "damping": Span(1e-5, 1.0),  # relative to the mean diagonal of XᵀX
         },
+        matrix_update="ExactSMuon",
         compared=True,
+        quick={"lr": 0.03, "damping": 1.0},
+        equal_budgets=EqualBudgets(5),
     )
 )

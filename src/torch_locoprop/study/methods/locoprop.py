@@ -6,9 +6,10 @@ from typing import Any
 
 from torch_locoprop import LocoProp
 from torch_locoprop.config.settings import VariantName
-from torch_locoprop.study.methods.record import TUNED, Build, Method, register
+from torch_locoprop.study.methods.record import TUNED, Build, EqualBudgets, Method, register
 from torch_locoprop.study.methods.search_space import Span
 from torch_locoprop.study.methods.step_cost import StepCost
+from torch_locoprop.study.methods.task_settings import TaskSettings, iterations
 
 _SETTINGS: dict[str, Any] = {
     "lr": 1e-5,
@@ -31,6 +32,16 @@ _COST = StepCost(
     operations=lambda d1, d2, b, T, k: b * T * d1 * d2,
 )
 
+# With one iteration, LocoProp-S and -M are the same method: RMSProp on BackProp's gradient.
+_ONE_ITERATION = TaskSettings(
+    {"lr": 3.198e-04, "gamma": 2.352, "momentum": 0.95, "decay": 0.995},
+    f"one method, {TUNED}, 32 trials of 60 epochs",
+)
+
+# For T = 5 a search found nothing better than the settings of T = 10.
+_FIFTY_ITERATIONS = f"{TUNED}, 12 trials of 25 epochs each"
+_SMALL_BATCHES = "the best of 24 trials of 8 epochs with such batches"
+
 
 def _build(variant: VariantName) -> Build:
     return lambda model, settings: LocoProp(
@@ -52,7 +63,25 @@ def _register(name: VariantName, source: str, own: dict[str, Any], **fields: Any
 
 
 _register(
-    "locoprop-m", "reference", {}, label="LocoProp-M", colour="#0b5fa5", marker="o", cost=_COST
+    "locoprop-m",
+    "reference",
+    {},
+    label="LocoProp-M",
+    colour="#0b5fa5",
+    marker="o",
+    cost=_COST,
+    tasks={
+        "batch-100": TaskSettings(
+            {"lr": 2.915e-05, "momentum": 0.9, "decay": 0.99}, _SMALL_BATCHES
+        ),
+        iterations(1): _ONE_ITERATION,
+        iterations(50): TaskSettings(
+            {"lr": 1.961e-06, "gamma": 15.73, "decay": 0.99}, _FIFTY_ITERATIONS
+        ),
+    },
+    quick={"lr": 2.5e-4, "gamma": 10.0, "momentum": 0.95, "decay": 0.964, "eps": 1.7e-6},
+    ends_in_frame=True,
+    equal_budgets=EqualBudgets(3),
 )
 _register(
     "locoprop-s",
@@ -62,6 +91,24 @@ _register(
     colour="#2d9bc7",
     marker="^",
     cost=_COST,
+    tasks={
+        "relu": TaskSettings(
+            {"lr": 3.045e-06, "gamma": 154.0, "decay": 0.9},
+            "the best of 32 trials of 50 epochs with ReLU",
+        ),
+        "deep": TaskSettings(
+            {"lr": 4.019e-06, "gamma": 100.0}, "the best of 24 trials of 10 epochs with this model"
+        ),
+        "wide": TaskSettings({"lr": 4e-6, "gamma": 100.0}, "the best of four rates for this model"),
+        "batch-100": TaskSettings({"lr": 1.669e-06, "gamma": 10.0}, _SMALL_BATCHES),
+        iterations(1): _ONE_ITERATION,
+        iterations(50): TaskSettings(
+            {"lr": 2.035e-06, "gamma": 195.6, "decay": 0.9}, _FIFTY_ITERATIONS
+        ),
+    },
+    quick={"lr": 3.07e-5, "gamma": 1000.0, "momentum": 0.987, "decay": 0.857, "eps": 1e-9},
+    ends_in_frame=True,
+    equal_budgets=EqualBudgets(4),
 )
 _register(
     "pocoprop-s",

@@ -12,7 +12,7 @@ from torch_locoprop.baselines import Adam
 from torch_locoprop.baselines.base import check_settings
 from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
 from torch_locoprop.study.methods.parameter_groups import weights_and_biases
-from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
+from torch_locoprop.study.methods.record import TUNED, EqualBudgets, Method, Settings, register
 from torch_locoprop.study.methods.search_space import SHORT_AVERAGE, Span
 
 
@@ -40,6 +40,9 @@ register(
         colour="#3d8b37",
         marker="v",
         space={"lr": Span(1e-5, 0.1), "momentum": SHORT_AVERAGE},
+        matrix_update="Muon",
         compared=True,
+        quick={"lr": 0.03},
+        equal_budgets=EqualBudgets(1),
     )
 )

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch_locoprop.paper.names import unknown
 from torch_locoprop.study.methods.search_space import Space
 from torch_locoprop.study.methods.step_cost import StepCost
+from torch_locoprop.study.methods.task_settings import TaskSettings
 from torch_locoprop.study.models import architectures
 
 Settings = Mapping[str, Any]
@@ -37,6 +38,21 @@ FALLBACK_MARKER = "."
 
 
 @dataclass(frozen=True)
+class EqualBudgets:
+    """How a method takes part in the study of equal budgets.
+
+    Args:
+        place: Its place in the order in which methods are started; the lowest is first.
+        every: The method takes part as ``name@every``; 0 if as ``name``.
+        strict: On a GPU its matrix products are in strict float32, as in the method's other results.
+    """
+
+    place: int
+    every: int = 0
+    strict: bool = False
+
+
+@dataclass(frozen=True)
 class Method:
     """One method of the study.
 
@@ -50,9 +66,10 @@ class Method:
         settings: The settings with their defaults.
         source: Where the defaults come from, such as ``"tuned on mnist, 32 trials"``.
         label: The name in figures; by default ``name``.
-        colour: The colour in figures and reports, as ``#rrggbb``; by default a shade of grey.
-            LocoProp's are blue, those of BackProp's methods are warm. Dark enough to be seen on
-            white: a contrast of at least 3.
+        colour: The colour in figures and reports, as ``#rrggbb``; by default one of
+            ``FALLBACK_COLOURS``, chosen by the name. LocoProp's methods are blue or blue-green, and
+            its spectral step at full length is nearly black. First-order methods have warm colours.
+            Dark enough to be seen on white: a contrast of at least 3.
         marker: The mark on its lines in figures, as matplotlib names it, so that a line is
             recognised without its colour. No other method has it; ``X`` marks diverged runs.
         space: Where settings are searched, if not in the ranges that all methods share
@@ -63,10 +80,20 @@ class Method:
             one batched model: ``variant``, and of ``solver``, ``local_steps``, ``local_decay``,
             ``local_reduction`` and ``regularizer`` those that are not settings of the method. None
             if the method is no local problem.
-        cost: Its row of the paper's Table 1, if it has one.
+        matrix_update: The class of ``training.matrix_updates`` that trains many settings together as
+            one batched model, if the method is no local problem; empty if there is none.
+        cost: Its row of the paper's Table 1, if it has one. Compared methods with a row are in the
+            table of costs.
         first_steps: How many first steps of a run cost more than later ones.
         whole_batch: The optimizer needs the rows of the whole batch in one process.
         compared: Draw the method in all figures that compare methods, beside those of the paper.
+        tasks: Settings on a task of the paper, or for a number of local iterations
+            (``task_settings.iterations``), where the defaults do not fit.
+        quick: Its settings in quick figures, which have small models and few images; by default those
+            of ``settings``.
+        quick_tasks: Settings on a task of the quick figures, where ``quick`` does not fit.
+        ends_in_frame: Figures show where its lines end even if they end far above the others.
+        equal_budgets: How it takes part in the study of equal budgets; None if only on request.
     """
 
     name: str
@@ -80,10 +107,16 @@ class Method:
     packages: tuple[str, ...] = ()
     install: str = ""
     population: Settings | None = None
+    matrix_update: str = ""
     cost: StepCost | None = None
     first_steps: int = 0
     whole_batch: bool = False
     compared: bool = False
+    tasks: Mapping[str, TaskSettings] = field(default_factory=dict)
+    quick: Settings = field(default_factory=dict)
+    quick_tasks: Mapping[str, Settings] = field(default_factory=dict)
+    ends_in_frame: bool = False
+    equal_budgets: EqualBudgets | None = None
 
     def resolve(self, given: Settings) -> dict[str, Any]:
         """Return all settings: ``given`` in the types of the defaults, and the other defaults.
@@ -140,6 +173,16 @@ def register(method: Method) -> None:
 def names() -> tuple[str, ...]:
     """Return the names of all methods, in alphabetical order and without ``@k``."""
     return tuple(sorted(_RECORDS))
+
+
+def in_equal_budgets() -> tuple[str, ...]:
+    """Return the methods of the study of equal budgets, with their ``@k``, in order of their places."""
+    places = [
+        (own.place, f"{name}@{own.every}" if own.every else name)
+        for name, method in _RECORDS.items()
+        if (own := method.equal_budgets) is not None
+    ]
+    return tuple(name for _, name in sorted(places))
 
 
 def get(name: str) -> Method:

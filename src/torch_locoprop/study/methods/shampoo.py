@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torch_locoprop.baselines import Shampoo
-from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
+from torch_locoprop.study.methods.record import TUNED, EqualBudgets, Method, Settings, register
 from torch_locoprop.study.methods.search_space import Span
 from torch_locoprop.study.methods.step_cost import StepCost
 
@@ -32,12 +32,15 @@ register(
         label="Shampoo",
         colour="#b64fa8",
         marker="+",
-        space={"lr": Span(1e-7, 10.0), "eps": Span(1e-10, 0.1)},
+        space={"lr": Span(1e-7, 10.0), "eps": Span(1e-10, 0.1)},  # as in the paper's Table 4
+        matrix_update="Shampoo",
         cost=StepCost(
             memory="Σ d₁² + d₂²",
             computation="Σ (d₁³ + d₂³)/k",
             numbers=lambda d1, d2, b: d1**2 + d2**2,
             operations=lambda d1, d2, b, T, k: (d1**3 + d2**3) / k,
         ),
+        quick={"lr": 2e-3, "momentum": 0.8, "decay": 0.95},
+        equal_budgets=EqualBudgets(9, every=100, strict=True),
     )
 )

@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 from torch_locoprop.baselines.base import check_settings
 from torch_locoprop.study.methods.optional_packages import INSTALL_PEERS, pytorch_optimizer
 from torch_locoprop.study.methods.parameter_groups import decay_weights_only
-from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
+from torch_locoprop.study.methods.record import TUNED, EqualBudgets, Method, Settings, register
 from torch_locoprop.study.methods.search_space import Span
 
 
@@ -36,6 +36,9 @@ register(
         space={"lr": Span(1e-5, 0.1)},
         packages=("pytorch_optimizer",),
         install=INSTALL_PEERS,
+        matrix_update="Soap",
         compared=True,
+        quick={"lr": 0.03},
+        equal_budgets=EqualBudgets(2),
     )
 )

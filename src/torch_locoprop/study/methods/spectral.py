@@ -8,8 +8,9 @@ from torch.optim import Optimizer
 from torch_locoprop import LocoProp
 from torch_locoprop.config.presets import PRESETS
 from torch_locoprop.solvers import Spectral
-from torch_locoprop.study.methods.record import TUNED, Method, Settings, register
+from torch_locoprop.study.methods.record import TUNED, EqualBudgets, Method, Settings, register
 from torch_locoprop.study.methods.search_space import AVERAGE, SHORT_AVERAGE, Span
+from torch_locoprop.study.methods.task_settings import TaskSettings
 
 _OF_SOLVER = ("every", "averaging", "damping", "fall", "agreement")
 
@@ -57,5 +58,19 @@ register(
             "momentum": SHORT_AVERAGE,
             "damping": Span(1e-5, 1.0),  # relative to the mean diagonal of XᵀX
         },
+        tasks={
+            "relu": TaskSettings({"lr": 0.01}, "the better of two rates with ReLU"),
+            "deep": TaskSettings(
+                {"lr": 0.005, "momentum": 0.9}, "the best of four rates for this model"
+            ),
+            "wide": TaskSettings(
+                {"lr": 0.006, "momentum": 0.9}, "the better of two rates for this model"
+            ),
+            "batch-100": TaskSettings(
+                {"lr": 0.003, "momentum": 0.9}, "a few shorter runs with such batches"
+            ),
+        },
+        quick={"lr": 0.06},
+        equal_budgets=EqualBudgets(13),
     )
 )

@@ -23,12 +23,14 @@ import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
 from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.study import methods
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.machine import matmul_precision, own_randomness
 from torch_locoprop.study.models import architectures
+from torch_locoprop.study.training import matrix_updates
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.matrix_updates import UPDATES, Passes
+from torch_locoprop.study.training.matrix_updates import Passes, Update
 from torch_locoprop.study.training.members import Members
 from torch_locoprop.study.training.population_run import Stop, transfers_of
 from torch_locoprop.study.training.run_folder import Metrics
@@ -43,7 +45,7 @@ ROWS = 10_000
 
 def is_supported(config: RunConfig) -> bool:
     """Return whether the method has a population here."""
-    return _base(config) in UPDATES
+    return bool(methods.get(config.method).matrix_update)
 
 
 def without_numbers(config: RunConfig) -> RunConfig:
@@ -68,7 +70,8 @@ def train_together(
             f"differ only in their seeds and in {', '.join(NUMBERS)}."
         )
     if not is_supported(configs[0]):
-        raise ValueError(f"Unknown method {configs[0].method!r}. Known: {', '.join(UPDATES)}.")
+        known = [name for name in methods.names() if methods.get(name).matrix_update]
+        raise ValueError(f"Unknown method {configs[0].method!r}. Known: {', '.join(known)}.")
     data = datasets.load(configs[0].dataset) if data is None else data
     check_data(configs[0], data)
     config = configs[0]
@@ -93,7 +96,7 @@ class Training(Members):
         self.transfers = transfers_of(config)
         models = [architectures.build(c.model, c.transfer, c.seed).to(self.device) for c in configs]
         self.layers = _stacked(models)
-        self.update = UPDATES[_base(config)](
+        self.update = _update_of(config)(
             _numbers(configs, self.layers[0]["weight"]),
             config.settings.get("every", 1),
             len(self.layers),
@@ -189,8 +192,10 @@ class Training(Members):
         return total / len(images)
 
 
-def _base(config: RunConfig) -> str:
-    return config.method.partition("@")[0]
+def _update_of(config: RunConfig) -> type[Update]:
+    """Return the class that the record of the method names."""
+    update: type[Update] = getattr(matrix_updates, methods.get(config.method).matrix_update)
+    return update
 
 
 def _stacked(models: Sequence[nn.Module]) -> list[Tensors]:

@@ -2,8 +2,8 @@
 
 Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, inputs
 ``[K, rows, n]``, settings ``[K]``. Each update repeats, member by member, the arithmetic of the
-optimizer that the study builds for the method (`torch_locoprop.study.methods`); the tests compare the
-two. The training loop is in `torch_locoprop.study.training.matrix_population`.
+optimizer that the study builds for the method, whose record names the update (`matrix_update`); the
+tests compare the two. The training loop is in `torch_locoprop.study.training.matrix_population`.
 """
 
 from __future__ import annotations
@@ -285,15 +285,6 @@ class KFac(Update):
         for state in self.states:
             state["inverse_inputs"], state["inverse_gradients"] = next(inverses), next(inverses)
 
-
-UPDATES: dict[str, type[Update]] = {
-    "muon": Muon,
-    "exact-s-muon": ExactSMuon,
-    "soap": Soap,
-    "shampoo": Shampoo,
-    "kfac": KFac,
-}
-"""The update of each method, by its name without `@k`."""
 
 SIDES = ("left", "right")
 
