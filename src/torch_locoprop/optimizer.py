@@ -24,7 +24,6 @@ from torch_locoprop.config.groups import (
 from torch_locoprop.config.presets import Given, PresetName, resolved, warn_of_unused
 from torch_locoprop.config.settings import Guards, Settings, with_guards
 from torch_locoprop.paper.transfers import Transfer
-from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED
 from torch_locoprop.recording.loss_inspection import OutputTransfer, given_loss, warn_of_unusual
 from torch_locoprop.recording.loss_terms import watched
 from torch_locoprop.recording.model_scan import check_any_served, layer_patterns, scan
@@ -36,7 +35,7 @@ from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_re
 from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, capped_step, make_outer
+from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, make_outer
 from torch_locoprop.stepping.param_groups import WithParamGroups
 
 
@@ -157,11 +156,21 @@ class LocoProp(WithParamGroups):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step of the paper's Algorithms 1 to 4 and return what the closure returned.
+        """Take one step of the paper's Algorithms 1 to 4.
 
         Forward and backward pass have run, and the hooks have recorded each layer's inputs. For
         each layer its target is set and T local iterations move its weights; then the outer
         optimizer and the fallback step.
+
+        Args:
+            closure: computes the gradients and returns the loss.
+
+        Returns:
+            What the closure returned; None without one.
+
+        Raises:
+            RuntimeError: If no layer has recorded a backward pass, or if the step needs what was
+                not recorded.
         """
         loss = self._forward_and_backward(closure)
         trained = self._layers_with_gradient()
@@ -172,12 +181,10 @@ class LocoProp(WithParamGroups):
         if not any(layer.calls for layer in trained) and not self._hooks.averaging.has_joined:
             check_recorded(trained)
         with self._layers[0].in_own_precision():
-            steps = self._set_targets(trained)
-            factors = {} if self._outer is None else self._outer.factors(self._groups_with_rates())
+            steps = self._pose_problems(trained)
+            factors = self._outer_factors()
             directions = self._iterate_locally(steps, trained)
-            if self._outer is not None:
-                with capped_step(self._apply, trained, self._plan.group_of):
-                    self._outer.step(directions, factors)
+            self._step_outer(trained, directions, factors)
             self._finish(steps)
         return loss
 
@@ -192,15 +199,13 @@ class LocoProp(WithParamGroups):
         self._hooks.search.from_loss(loss)
         return loss
 
-    def _set_targets(self, trained: Trained) -> LocalSteps:
-        """Set each layer's target and local loss, from what the passes have recorded."""
+    def _pose_problems(self, trained: Trained) -> LocalSteps:
+        """Check what the passes have recorded, plan the step, and return its local problems.
+
+        The target of a layer is computed where its problem is solved: ``LocalProblem.target_rows``.
+        """
         groups, is_planned = self._local_groups(), self._is_planned()
-        overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
-        if overwritten:
-            self._notices.overwritten(overwritten)
-        hidden = [each.name for each in trained if each.obstacle in (TRANSFORMED, COMPUTED)]
-        if hidden:
-            self._notices.hidden(hidden)
+        self._drop_overwritten(trained)
         if any(layer.calls and not layer.decided for layer in self._layers):
             self._detect_transfers()
         if not is_planned:
@@ -235,12 +240,6 @@ class LocoProp(WithParamGroups):
         if self._graphs.failure is not None:
             self._notices.not_recorded(self._graphs.failure)
         return directions
-
-    def _step_others(self) -> None:
-        """Step the fallback, except in a control run in which all weights stay."""
-        stays = self._apply == "nothing" and self._outer is None
-        if self._fallback is not None and not stays:
-            self._step_fallback()
 
     def _finish(self, steps: LocalSteps) -> None:
         """Drop what was recorded, step the fallback, and plan the next step."""
@@ -289,8 +288,7 @@ class LocoProp(WithParamGroups):
         own, of_outer = self._without_outer(state_dict)
         super().load_state_dict(own)
         self._graphs.forget()  # they read the old state
-        if self._outer is not None:
-            self._outer.load_state_dict(of_outer)
+        self._load_outer(of_outer)
         self._counted = dict(state_dict.get("counts", {}))
         for layer in self._layers:
             layer.count_from(self._counted.get(layer.name, {}))

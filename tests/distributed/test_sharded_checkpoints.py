@@ -14,6 +14,7 @@ from sharded_cases import CASES, Case, batch_bounds, network, sharded, train, wh
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -26,31 +27,50 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.solvers.base import Solver, States
 
-NAMES = ("default", "M", "spectral in blocks", "outer", "softmax", "grouped convolution")
+FLAT = ", flattened"  # a case with flatten_optimizer_state_dict=True
+NAMES = (
+    *("default", "M", "spectral in blocks", "outer", "softmax", "grouped convolution"),
+    f"outer{FLAT}",
+)
 MORE = (
     "momentum",
     "running closed form",
     "running closed form of M",
     "convolution, M",
     "frozen bias",
+    f"default{FLAT}",
+    f"running closed form{FLAT}",
+    f"frozen bias{FLAT}",
 )
+PLAIN = [name for name in (*NAMES, *MORE) if not name.endswith(FLAT)]
 BEFORE, AFTER = 2, 2  # steps before and after the checkpoint
 
 
-def _state(model: nn.Module, opt: LocoProp) -> dict[str, Any]:
-    return {"model": get_model_state_dict(model), "opt": get_optimizer_state_dict(model, opt)}
+def _case(name: str) -> Case:
+    return CASES[name.removesuffix(FLAT)]
 
 
-def _loaded(case: Case, model: nn.Sequential, folder: Path, **options: Any) -> LocoProp:
+def _options(name: str) -> StateDictOptions:
+    return StateDictOptions(flatten_optimizer_state_dict=name.endswith(FLAT))
+
+
+def _state(model: nn.Module, opt: LocoProp, name: str = "") -> dict[str, Any]:
+    of_opt = get_optimizer_state_dict(model, opt, options=_options(name))
+    return {"model": get_model_state_dict(model), "opt": of_opt}
+
+
+def _loaded(
+    case: Case, model: nn.Sequential, folder: Path, name: str = "", **options: Any
+) -> LocoProp:
     """Load a checkpoint into a model that was changed since, and return the new optimizer."""
     with torch.no_grad():
         for p in model.parameters():
             p += 1.0
     opt = train(case, model, steps=0)
-    state = _state(model, opt)
+    state = _state(model, opt, name)
     dcp.load(state, checkpoint_id=folder, **options)
     set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, opt, state["opt"])
+    set_optimizer_state_dict(model, opt, state["opt"], options=_options(name))
     return opt
 
 
@@ -62,18 +82,19 @@ def _save_and_load(rank: int, folder: Path, names: tuple[str, ...]) -> None:
     def trained(name: str, world: int, saved: Path) -> None:
         if rank >= world:
             return
-        case, mesh = CASES[name], meshes[world]
+        case, mesh = _case(name), meshes[world]
         model = sharded(case, network(case.model), mesh=mesh)
         part = batch_bounds(case, rank, world)
         opt = train(case, model, part, world, BEFORE)
-        dcp.save(_state(model, opt), checkpoint_id=saved, process_group=mesh.get_group())
+        state = _state(model, opt, name)
+        dcp.save(state, checkpoint_id=saved, process_group=mesh.get_group())
 
     def goes_on(name: str, world: int, saved: Path) -> None:
         if rank >= world:
             return
-        case, mesh = CASES[name], meshes[world]
+        case, mesh = _case(name), meshes[world]
         model = sharded(case, network(case.model), mesh=mesh)
-        opt = _loaded(case, model, saved, process_group=mesh.get_group())
+        opt = _loaded(case, model, saved, name, process_group=mesh.get_group())
         train(case, model, batch_bounds(case, rank, world), world, AFTER, opt, skip=BEFORE)
         found[name][f"{saved.name} on {world}"] = whole_tensors(model)
 
@@ -99,19 +120,19 @@ def test_any_number_of_processes_goes_on_as_if_nothing_had_happened(
     names: tuple[str, ...], tmp_path: Path
 ) -> None:
     for number, name in enumerate(names):
-        model = network(CASES[name].model)
-        opt = train(CASES[name], model, steps=BEFORE)
+        model = network(_case(name).model)
+        opt = train(_case(name), model, steps=BEFORE)
         saved = tmp_path / str(number) / "saved by 1"
-        dcp.save(_state(model, opt), checkpoint_id=saved, no_dist=True)
+        dcp.save(_state(model, opt, name), checkpoint_id=saved, no_dist=True)
     processes.run(_save_and_load, 4, tmp_path, names)
     found = torch.load(tmp_path / "found.pt")
     wrong = {}
     for number, name in enumerate(names):
-        case = CASES[name]
+        case = _case(name)
         model = network(case.model)
         train(case, model, steps=BEFORE + AFTER)
         alone = network(case.model)
-        opt = _loaded(case, alone, tmp_path / str(number) / "saved by 4", no_dist=True)
+        opt = _loaded(case, alone, tmp_path / str(number) / "saved by 4", name, no_dist=True)
         train(case, alone, steps=AFTER, opt=opt, skip=BEFORE)
         runs = {**found[name], "saved by 4 on 1": whole_tensors(alone)}
         assert len(runs) == 6
@@ -122,7 +143,7 @@ def test_any_number_of_processes_goes_on_as_if_nothing_had_happened(
     assert not wrong
 
 
-@pytest.mark.parametrize("name", [*NAMES, *MORE])
+@pytest.mark.parametrize("name", PLAIN)
 def test_a_state_that_was_asked_for_too_early_has_no_effect(name: str) -> None:
     case = CASES[name]
     asked, plain = network(case.model), network(case.model)
@@ -214,7 +235,7 @@ def test_a_state_that_tools_cannot_know_is_told(tmp_path: Path) -> None:
         assert same == (told is None)
 
 
-@pytest.mark.parametrize("name", [*NAMES, *MORE])
+@pytest.mark.parametrize("name", PLAIN)
 def test_an_empty_state_has_the_entries_and_shapes_of_a_used_one(name: str) -> None:
     case = CASES[name]
     empty, used = network(case.model), network(case.model)

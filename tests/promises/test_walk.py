@@ -1,6 +1,7 @@
 """A reader who follows one step of the optimizer meets few files."""
 
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -21,11 +22,17 @@ class Walk(NamedTuple):
     settings: dict[str, Any]
     step: int = 4  # an ordinary one: the first steps search for transfers
     most: int = 19
+    sizes: tuple[int, ...] = (6, 5, 4)  # with tanh between layers, but for a code of 2
 
 
 WALKS = {
     "LocoProp-M": Walk({"variant": "locoprop-m", "output_transfer": "sigmoid"}),
     "LocoProp-S": Walk({"variant": "locoprop-s", "output_transfer": "sigmoid"}),
+    "LocoProp-M of the paper's autoencoder": Walk(
+        {"variant": "locoprop-m", "output_transfer": "sigmoid"},
+        most=21,  # XᵀX replaces the rows of the linear code layer
+        sizes=(6, 5, 2, 5, 4),
+    ),
     "default": Walk({}, step=14),
     "default, which renews C": Walk({}, step=21, most=20),  # every tenth step
 }
@@ -35,7 +42,10 @@ EACH = pytest.mark.parametrize("walk", WALKS.values(), ids=list(WALKS))
 def walked(walk: Walk) -> dict[str, set[str]]:
     """Return the files that one step of a small MLP passes through, with their functions."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4))
+    modules: list[nn.Module] = []
+    for n, d in pairwise(walk.sizes):
+        modules += [nn.Linear(n, d), nn.Identity() if d == 2 else nn.Tanh()]
+    model = nn.Sequential(*modules[:-1])
     opt = LocoProp(model, **walk.settings)
     x, y = torch.rand(32, 6), torch.rand(32, 4)
     loss_fn = nn.BCEWithLogitsLoss(reduction="sum")

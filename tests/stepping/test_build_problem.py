@@ -26,7 +26,7 @@ def posed(model: nn.Module, opt: LocoProp) -> dict[str, Posed]:
     """Return the problems that the next step would solve."""
     trained = opt._layers_with_gradient()
     with torch.no_grad():
-        steps = opt._set_targets(trained)
+        steps = opt._pose_problems(trained)
         return {layer.name: steps._posed(layer, own) for layer, own in trained.items()}
 
 

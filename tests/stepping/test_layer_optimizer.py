@@ -248,7 +248,7 @@ def detected(transfer: str, drop: bool) -> LayerRecord:
     a = model[0](x).detach()  # as overlapped backward passes on a GPU keep it
     layer.calls[:] = [call._replace(a=a, a_version=a._version)]
     with torch.no_grad():
-        opt._set_targets(opt._layers_with_gradient())
+        opt._pose_problems(opt._layers_with_gradient())
     assert layer.transfer == TRANSFERS[transfer]
     return layer
 
@@ -271,7 +271,7 @@ def test_outputs_are_dropped_if_the_step_does_not_use_them() -> None:
     a = model[0](x).detach()
     layer.calls[:] = [layer.calls[0]._replace(a=a, a_version=a._version)]
     with torch.no_grad():
-        opt._set_targets(opt._layers_with_gradient())
+        opt._pose_problems(opt._layers_with_gradient())
     assert layer.calls[0].a is None
 
 

@@ -14,7 +14,9 @@ from cases import batch, cross_entropy, weights
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_optimizer_state_dict,
     get_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.optim import Optimizer
@@ -68,6 +70,7 @@ OUTER: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "two optimizers": lambda model: {"outer": two, "fallback": fallback},
     "of all parameters": lambda model: {"outer": reversed_adamw(model)},
 }
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SOLVERS = ("rmsprop", "sgd", "exact")  # with a state and without
 
 
@@ -83,6 +86,12 @@ def train(model: nn.Module, opt: LocoProp, seeds: range) -> None:
         cross_entropy(model(batch(8, 6, seed=seed)), batch(8, 3, seed=seed + 50)).backward()
         opt.step()
         opt.zero_grad()
+
+
+def entries(opt: LocoProp) -> dict[tuple[int, str], list[float]]:
+    """Return all numbers of a state, by parameter and name."""
+    state = opt.state_dict()["state"]
+    return {(i, name): e.tolist() for i, own in state.items() for name, e in own.items()}
 
 
 @pytest.mark.parametrize("solver", SOLVERS)
@@ -130,14 +139,61 @@ def test_training_goes_on_from_a_full_state(name: str) -> None:
     assert all(map(torch.equal, weights(model), weights(other)))
 
 
-def test_a_flattened_state_is_refused() -> None:
-    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+@pytest.mark.parametrize("used", [False, True], ids=["into a new one", "into a used one"])
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize("name", OUTER)
+def test_training_goes_on_from_a_flattened_state(name: str, solver: str, used: bool) -> None:
+    """Of the loading optimizer PyTorch reads the names in ``state`` and ``param_groups`` alone."""
+    model, opt = made(name, solver, seed=0)
+    train(model, opt, range(3))
+    assert opt._outer is not None
+    opt._outer.param_groups[-1]["lr"] *= 0.5
+    state, opt_state = copy.deepcopy(get_state_dict(model, opt, options=FLAT))
+    other, loaded = made(name, solver, seed=1)
+    train(other, loaded, range(2 if used else 0))
+    given = {"model_state_dict": state, "optim_state_dict": opt_state}
+    set_state_dict(other, loaded, **given, options=FLAT)
+    assert entries(loaded) == entries(opt)
+    for each, trained in ((model, opt), (other, loaded)):
+        train(each, trained, range(3, 6))
+    assert all(map(torch.equal, weights(model), weights(other)))
+
+
+def test_a_parameter_without_a_state_has_none_after_a_flattened_one() -> None:
+    model, opt = made("of all parameters", "rmsprop", seed=0)
+    other, loaded = made("of all parameters", "rmsprop", seed=0)
+    for seed in range(2):
+        cross_entropy(model(batch(8, 6, seed=seed)), batch(8, 3, seed=seed + 50)).backward()
+        model[1].weight.grad = None
+        opt.step()
+        opt.zero_grad()
+    state, opt_state = copy.deepcopy(get_state_dict(model, opt, options=FLAT))
+    given = {"model_state_dict": state, "optim_state_dict": opt_state}
+    set_state_dict(other, loaded, **given, options=FLAT)
+    assert entries(loaded) == entries(opt)
+    for each, trained in ((model, opt), (other, loaded)):
+        train(each, trained, range(2, 4))
+    assert all(map(torch.equal, weights(model), weights(other)))
+
+
+def test_a_flattened_state_with_an_outer_optimizer_is_refused_without_one() -> None:
     model, opt = made("two optimizers", "rmsprop", seed=0)
     train(model, opt, range(1))
-    state, opt_state = get_state_dict(model, opt, options=flat)
-    given = {"model_state_dict": state, "optim_state_dict": opt_state}
-    with pytest.raises(ValueError, match="flatten_optimizer_state_dict=True"):
-        set_state_dict(model, opt, **given, options=flat)
+    state = get_optimizer_state_dict(model, opt, options=FLAT)
+    own = {"variant": "locoprop-s", "solver": "rmsprop", "lr": 1e-3}
+    plain = LocoProp(model, fallback=fallback, output_transfer="sigmoid", **own)
+    gamma = plain.param_groups[0]["gamma"]
+    with pytest.raises(ValueError, match=r"one has an outer optimizer\. Make"):
+        set_optimizer_state_dict(model, plain, state, options=FLAT)
+    assert plain.param_groups[0]["gamma"] == gamma != opt.param_groups[0]["gamma"]
+
+
+def test_the_place_of_the_outer_state_is_not_shown_and_may_be_given_back() -> None:
+    model, opt = made("two optimizers", "rmsprop", seed=0)
+    assert "outer" not in repr(opt)
+    LocoProp(
+        model, param_groups=opt.param_groups[:1], fallback=fallback, apply="gradient", outer=two
+    )
 
 
 @pytest.mark.parametrize("name", OUTER)

@@ -22,7 +22,11 @@ BOOKKEEPING: dict[str, Any] = {
     "state_of": None,  # the solver whose state there is, or EMPTY
 }
 EMPTY = "nothing"  # the states have no content
-_NO_SETTINGS = ("params", "name", "initial_lr", *BOOKKEEPING)
+# Only with outer=, in the first group: None, and in state dicts what that optimizer has beside the
+# states of its parameters.
+OF_OUTER = "outer"
+OUTER_PREFIX = "outer."  # of names of entries of its states, which are beside ours
+_NO_SETTINGS = ("params", "name", "initial_lr", OF_OUTER, *BOOKKEEPING)
 
 
 def checked_group(

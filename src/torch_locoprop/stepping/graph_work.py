@@ -22,6 +22,7 @@ from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import FirstOrder, Spectral
 from torch_locoprop.stepping.method import Plan, is_ours, problems_before
+from torch_locoprop.stepping.outer_state import own_entries
 
 Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # the tensors of each layer that a step moves
 States = Mapping[Tensor, Mapping[str, Tensor]]
@@ -86,7 +87,7 @@ def work_of(
         key += map(id, group["params"])
     held = tensors + counts
     for p in moving:
-        entries = state[p]
+        entries = own_entries(state[p])
         key.append(list(entries))
         held += entries.values()
     key += map(id, held)
@@ -125,7 +126,7 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         variant, solver, transfer = method.variant, method.solver, layer.transfer or Linear()
         parts = (variant.loss, variant.target, method.regularizer, solver, transfer)
         # The host puts the first state in place. A closed form has one state for all tensors.
-        has_state = [bool(state[p]) for p in own.values()]
+        has_state = [bool(own_entries(state[p])) for p in own.values()]
         settled = solver.stateless or (any if solver.closed_form else all)(has_state)
         weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
         number, bent = problems_before(plan.group(layer)), variant.loss.uses_transfer

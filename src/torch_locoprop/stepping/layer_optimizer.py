@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from torch_locoprop.config.groups import BOOKKEEPING, EMPTY, Group, check_agreement
+from torch_locoprop.config.groups import BOOKKEEPING, EMPTY, OF_OUTER, Group, check_agreement
 from torch_locoprop.config.presets import Given
 from torch_locoprop.distributed import ddp
 from torch_locoprop.distributed.fully_shard import local
@@ -21,7 +21,7 @@ from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
-from torch_locoprop.recording.local_layer import check_intact
+from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED, check_intact
 from torch_locoprop.recording.loss_terms import LossTerms
 from torch_locoprop.recording.model_scan import check_complete, newcomers, scan
 from torch_locoprop.recording.transfer_assignment import (
@@ -35,9 +35,12 @@ from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.empty_state import empty_states, hides_state
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory
 from torch_locoprop.stepping.graph_work import Trained, is_capturable
+from torch_locoprop.stepping.local_steps import Directions
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Plan, problems_before
+from torch_locoprop.stepping.outer_optimizer import Apply, capped_step
+from torch_locoprop.stepping.outer_state import own_entries
 from torch_locoprop.stepping.requirements import (
     check_recorded_needs,
     require,
@@ -60,6 +63,7 @@ class LayerOptimizer(WithStateDict, Joins):
     """Base class of :class:`~torch_locoprop.LocoProp`: what it needs before and after its steps."""
 
     _model: nn.Module
+    _apply: Apply
     _given: Given  # the settings and the preset of the constructor
     _given_transfers: dict[str, str | Transfer]  # by module name
     _terms: LossTerms  # of the loss module that was given
@@ -167,7 +171,8 @@ class LayerOptimizer(WithStateDict, Joins):
             unused: Iterable[str] = ("fallback",)
             by = "" if self._fallback is None else f" ({type(self._fallback).__name__})"
             if not group["fallback"]:
-                by, unused = "", self._components.solver(group).ignores | BOOKKEEPING.keys()
+                by = ""
+                unused = {*self._components.solver(group).ignores, OF_OUTER, *BOOKKEEPING}
             lines.append(f"Parameter Group {number}{by}")
             shown = sorted(group.keys() - {"params", "initial_lr", *unused})
             lines += [f"    {name}: {group[name]}" for name in shown]
@@ -246,7 +251,7 @@ class LayerOptimizer(WithStateDict, Joins):
         """True if ``fully_shard`` has divided a layer among processes."""
         return any(layer.shards is not None for layer in self._layers)
 
-    # ---- what a step starts from ---------------------------------------------------------------
+    # ---- what a step starts from, and what it steps beside the layers --------------------------
 
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
@@ -261,6 +266,15 @@ class LayerOptimizer(WithStateDict, Joins):
         if self._measurements is not None:
             self._measurements.clear()
         return {layer: own for layer in self._layers if (own := layer.with_gradient)}
+
+    def _drop_overwritten(self, trained: Trained) -> None:
+        """Drop recorded inputs that were written to; warn of them, and of those not recorded."""
+        overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
+        if overwritten:
+            self._notices.overwritten(overwritten)
+        hidden = [layer.name for layer in trained if layer.obstacle in (TRANSFORMED, COMPUTED)]
+        if hidden:
+            self._notices.hidden(hidden)
 
     def _has_no_problems(self, trained: Trained, skipped: bool) -> bool:
         """Return True if this step has no local problems, and that is not an error.
@@ -294,16 +308,36 @@ class LayerOptimizer(WithStateDict, Joins):
             trained: the layers with a gradient. Gradients and learning rate are zero.
         """
         own = [p for tensors in trained.values() for p in tensors.values()]
-        if own and not any(self.state.get(p) for p in own):
+        if own and not any(own_entries(self.state.get(p, {})) for p in own):
             self._make_empty_states(trained)
         if self._outer is None:
             return
-        factors = self._outer.factors(self._groups_with_rates())
+        factors = self._outer_factors()
         if own and all(float(group["lr"]) == 0 for group in self.param_groups):
             zeros = {p: p.grad for p in own if p.grad is not None}
             self._outer.make_empty_states(zeros, factors)
         elif self._outer.trains_rest:
             self._outer.step({}, factors)
+        self._put_outer_beside()
+
+    def _outer_factors(self) -> dict[nn.Parameter, float]:
+        """Return by how much schedules scale the rates of the outer optimizer in this step."""
+        return {} if self._outer is None else self._outer.factors(self._groups_with_rates())
+
+    def _step_outer(
+        self, trained: Trained, directions: Directions, factors: Mapping[nn.Parameter, float]
+    ) -> None:
+        """Step the outer optimizer, if there is one, with the displacements as its gradients."""
+        if self._outer is not None:
+            with capped_step(self._apply, trained, self._plan.group_of):
+                self._outer.step(directions, factors)
+            self._put_outer_beside()
+
+    def _step_others(self) -> None:
+        """Step the fallback, except in a control run in which all weights stay."""
+        stays = self._apply == "nothing" and self._outer is None
+        if self._fallback is not None and not stays:
+            self._step_fallback()
 
     def _make_empty_states(self, trained: Trained) -> None:
         """Give all layers states without content, for tools that load saved states into them."""

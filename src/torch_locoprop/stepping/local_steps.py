@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_locoprop.config.components import Components
-from torch_locoprop.config.groups import Group
+from torch_locoprop.config.groups import OUTER_PREFIX, Group
 from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.dispatch import graphs, streams
@@ -274,16 +274,17 @@ def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
 
 
 def _state_like(parameter: nn.Parameter, state: Tensors) -> Tensors:
-    """Return a parameter's state in the parameter's dtype and on its device.
+    """Return a solver's state of a parameter in the parameter's dtype and on its device.
 
     Args:
         parameter: the parameter, which may have been moved since the last step.
-        state: the solver's state of the parameter.
+        state: the state of the parameter, that of the solver and that of an outer optimizer.
     """
     device, dtype = parameter.device, parameter.dtype
     return {
         key: value.to(device) if key == "step" else value.to(device, dtype)
         for key, value in state.items()
+        if not key.startswith(OUTER_PREFIX)
     }
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_locoprop.config.groups import Group
+from torch_locoprop.config.groups import OF_OUTER, Group
 from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.local_problem import LocalProblem
@@ -202,7 +202,7 @@ def make_outer(
     """Return the outer optimizer of the groups' parameters; None if the user asked for none.
 
     With an outer optimizer each group also gets ``local_lr``, the learning rate of its local problems,
-    which schedules do not change.
+    which schedules do not change. The first group gets a place for the outer optimizer's state dict.
 
     Args:
         apply: "replace", "gradient" or "nothing".
@@ -230,6 +230,7 @@ def make_outer(
                 "problem, must be > 0."
             )
         group["local_lr"] = float(group["lr"])
+    groups[0][OF_OUTER] = None
     return Outer(factory, [p for group in groups for p in group["params"]], rest)
 
 

@@ -4,19 +4,41 @@
 ``state`` for each parameter, by the parameter's name, and ``param_groups``. So the entries of an
 outer optimizer are stored beside ours, under names such as ``outer.exp_avg``. The rest of its state
 dict, such as its groups, is stored in our first group.
+
+With ``flatten_optimizer_state_dict=True``, PyTorch reads from the loading optimizer which entries to
+load, not from the state dict: from ``state`` and ``param_groups`` themselves. So the entries are there,
+too, and the first group has a place for the rest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-_KEY = "outer"
-_PREFIX = "outer."
+from torch_locoprop.config.groups import OF_OUTER, OUTER_PREFIX
+
 StateDict = dict[str, Any]
+
+
+def own_entries(state: Mapping[str, Any]) -> StateDict:
+    """Return the entries of a parameter's state that are not those of an outer optimizer."""
+    return {key: entry for key, entry in state.items() if not key.startswith(OUTER_PREFIX)}
+
+
+def put_beside(state: MutableMapping[Any, StateDict], optimizers: Sequence[Optimizer]) -> None:
+    """Put the states of outer optimizers beside ours.
+
+    Args:
+        state: the state of our optimizer by parameter.
+        optimizers: the outer optimizers.
+    """
+    for optimizer in optimizers:
+        for p, entries in optimizer.state.items():
+            if isinstance(p, nn.Parameter):
+                state[p].update({f"{OUTER_PREFIX}{name}": entry for name, entry in entries.items()})
 
 
 def with_outer(
@@ -30,17 +52,33 @@ def with_outer(
         params: the parameters in the order of our groups.
     """
     number = {p: i for i, p in enumerate(params)}
-    state, rest = {i: dict(own) for i, own in state_dict["state"].items()}, []
+    state: dict[Any, StateDict] = {i: own_entries(own) for i, own in state_dict["state"].items()}
+    rest = []
     for optimizer in optimizers:
         saved = optimizer.state_dict()
         others = dict(saved["state"])
         for i, p in _by_id(saved, optimizer):
-            entries = {f"{_PREFIX}{name}": entry for name, entry in others.pop(i, {}).items()}
+            entries = {f"{OUTER_PREFIX}{name}": entry for name, entry in others.pop(i, {}).items()}
             if entries:
                 state.setdefault(number[p], {}).update(entries)
         rest.append({**saved, "state": others})
     first, *groups = state_dict["param_groups"]
-    return {**state_dict, "state": state, "param_groups": [{**first, _KEY: rest}, *groups]}
+    return {**state_dict, "state": state, "param_groups": [{**first, OF_OUTER: rest}, *groups]}
+
+
+def without_absent(state_dict: StateDict) -> StateDict:
+    """Return a state dict without the states that were not saved.
+
+    Where a flattened state dict has no entry, PyTorch puts an empty dict in its place. A parameter had
+    no state, ours or that of an outer optimizer, if all entries are such dicts.
+    """
+    state = {}
+    for i, entries in state_dict["state"].items():
+        ours = own_entries(entries)
+        parts = ours, {key: e for key, e in entries.items() if key not in ours}
+        saved = [p for p in parts if not all(isinstance(e, dict) and not e for e in p.values())]
+        state[i] = {key: e for part in saved for key, e in part.items()}
+    return {**state_dict, "state": state}
 
 
 def saved_outer(state_dict: Mapping[str, Any]) -> list[StateDict] | None:
@@ -49,7 +87,9 @@ def saved_outer(state_dict: Mapping[str, Any]) -> list[StateDict] | None:
     State dicts of early versions have complete state dicts of the outer optimizers beside the groups.
     """
     groups: Sequence[StateDict] = state_dict["param_groups"]
-    found: list[StateDict] | None = state_dict.get(_KEY, groups[0].get(_KEY) if groups else None)
+    found: list[StateDict] | None = state_dict.get(
+        OF_OUTER, groups[0].get(OF_OUTER) if groups else None
+    )
     return found
 
 
@@ -65,14 +105,18 @@ def without_outer(
     """
     found = saved_outer(state_dict)
     assert found is not None
-    if _KEY in state_dict:
-        return {key: value for key, value in state_dict.items() if key != _KEY}, found
     first, *groups = state_dict["param_groups"]
+    own_groups = [{**first, OF_OUTER: None}, *groups]
+    if OF_OUTER in state_dict:
+        early = {key: value for key, value in state_dict.items() if key != OF_OUTER}
+        return {**early, "param_groups": own_groups}, found
     name_of = dict(zip(params, (i for g in (first, *groups) for i in g["params"]), strict=True))
     own, entries = {}, {}
     for i, state in state_dict["state"].items():
-        own[i] = {key: e for key, e in state.items() if not key.startswith(_PREFIX)}
-        taken = {k.removeprefix(_PREFIX): e for k, e in state.items() if k.startswith(_PREFIX)}
+        own[i] = own_entries(state)
+        taken = {
+            k.removeprefix(OUTER_PREFIX): e for k, e in state.items() if k.startswith(OUTER_PREFIX)
+        }
         if taken:
             entries[i] = taken
     states = []
@@ -82,8 +126,7 @@ def without_outer(
         }
         # Tools leave out what is empty.
         states.append({**rest, "state": {**rest.get("state", {}), **theirs}})
-    first = {key: value for key, value in first.items() if key != _KEY}
-    return {**state_dict, "state": own, "param_groups": [first, *groups]}, states
+    return {**state_dict, "state": own, "param_groups": own_groups}, states
 
 
 def _by_id(saved: StateDict, optimizer: Optimizer) -> Iterator[tuple[Any, nn.Parameter]]:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -15,7 +15,14 @@ from torch_locoprop.config.groups import Group, check_division, check_predictive
 from torch_locoprop.recording.loss_inspection import GivenLoss
 from torch_locoprop.stepping.fallback_optimizer import WithFallback
 from torch_locoprop.stepping.outer_optimizer import Outer
-from torch_locoprop.stepping.outer_state import StateDict, saved_outer, with_outer, without_outer
+from torch_locoprop.stepping.outer_state import (
+    StateDict,
+    put_beside,
+    saved_outer,
+    with_outer,
+    without_absent,
+    without_outer,
+)
 
 
 class WithStateDict(WithFallback):
@@ -33,14 +40,17 @@ class WithStateDict(WithFallback):
                 "Pass what opt.state_dict() returned."
             )
         outer = saved_outer(state_dict)
-        if (outer is None) != (self._outer is None):
-            raise ValueError(
-                "The state dict and this optimizer differ in apply=: one has an outer optimizer. "
-                "flatten_optimizer_state_dict=True of torch.distributed.checkpoint loses its state."
-            )
         for group in state_dict["param_groups"]:
             if "fallback" not in group:
                 raise ValueError("This is not the state dict of a LocoProp optimizer.")
+        # Flattening drops the state of an outer optimizer that the loading optimizer does not have.
+        has_outer = outer is not None or _moves_outer(state_dict["param_groups"])
+        if has_outer != (self._outer is not None):
+            raise ValueError(
+                "The state dict and this optimizer differ in apply=: one has an outer optimizer. Make "
+                "this optimizer with the same apply= and outer= as the one that was saved."
+            )
+        for group in state_dict["param_groups"]:
             if not group["fallback"]:
                 self._check_loaded_group({**self.defaults, **group})
         check_division(state_dict["param_groups"], self.param_groups)
@@ -56,9 +66,21 @@ class WithStateDict(WithFallback):
 
     def _without_outer(self, state_dict: StateDict) -> tuple[StateDict, list[StateDict]]:
         """Return the state dict of this optimizer, and those of the outer optimizers."""
+        state_dict = without_absent(state_dict)
         if self._outer is None:
             return state_dict, []
         return without_outer(state_dict, self._outer.optimizers, self._parameters())
+
+    def _load_outer(self, state_dicts: list[StateDict]) -> None:
+        """Load the state dicts of the outer optimizers, if there are any."""
+        if self._outer is not None:
+            self._outer.load_state_dict(state_dicts)
+            self._put_outer_beside()
+
+    def _put_outer_beside(self) -> None:
+        """Put the state of the outer optimizer beside ours, where tools read its entries' names."""
+        if self._outer is not None:
+            put_beside(self.state, self._outer.optimizers)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return all parameters in the order of the groups."""
@@ -78,3 +100,8 @@ class WithStateDict(WithFallback):
                 f"The state dict does not fit: {error} Make this optimizer with the same "
                 "components as the one that was saved."
             ) from error
+
+
+def _moves_outer(groups: Iterable[Group]) -> bool:
+    """Return True if the groups of a state dict are of an optimizer with an outer optimizer."""
+    return any(group.get("local_lr") is not None for group in groups)
