@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.multi_threaded_pg import (
     ProcessLocalGroup,
     _install_threaded_pg,
@@ -77,8 +78,10 @@ def _threads_as_processes() -> Iterator[None]:
 def averaged() -> Iterator[None]:
     """Let all threads of :func:`run` call their models through ``DistributedDataParallel``.
 
-    Its class knows which module runs, but every thread runs another one.
+    Its class knows which module runs, but every thread runs another one. So the class is not told:
+    threads that end in another order than they began would leave a module there for good.
     """
+    untold = patch.object(DistributedDataParallel, "_inside_ddp_forward", lambda _: nullcontext())
     group = patch.object(averaging, "averaging_processes", lambda joins: distributed.group.WORLD)
-    with group, patch.object(averaging, "are_averaged", lambda: True):
+    with untold, group, patch.object(averaging, "are_averaged", lambda: True):
         yield

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -72,26 +73,25 @@ def test_gradients_that_are_zero_in_one_process_only_were_not_set_to_zero(
             torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-12)
 
 
-def test_a_model_of_one_layer_without_a_bias() -> None:
-    """Sharded, and under DDP: the facts of one tensor are enough."""
+@pytest.mark.parametrize("is_sharded", [True, False], ids=["sharded", "under DDP"])
+def test_a_model_of_one_layer_without_a_bias(is_sharded: bool) -> None:
+    """The facts of one tensor are enough."""
 
     def layer() -> nn.Sequential:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 6, bias=False)).double()
 
-    one, models = layer(), [(layer(), layer()) for _ in range(2)]
+    one, models = layer(), [layer() for _ in range(2)]
     opt = train(Case(S), one, steps=2)
 
-    def trained(rank: int) -> list[list[Tensor]]:
-        for i, model in enumerate(models[rank]):
-            made = make_optimizer(Case(S), sharded(Case(), model) if i == 0 else model)
-            called: Any = model if i == 0 else DistributedDataParallel(model)
-            if i == 1:
-                made._hooks.averaging.processes = called.process_group
-            train(Case(S), called, slice(12 * rank, 12 * rank + 12), 2, steps=2, opt=made)
-        return [whole_tensors(model) for model in models[rank]]
+    def trained(rank: int) -> list[Tensor]:
+        model = models[rank]
+        made = make_optimizer(Case(S), sharded(Case(), model) if is_sharded else model)
+        called: Any = model if is_sharded else DistributedDataParallel(model)
+        train(Case(S), called, slice(12 * rank, 12 * rank + 12), 2, steps=2, opt=made)
+        return whole_tensors(model)
 
     assert len(opt._layers) == 1
-    for found in threads.run(trained, 2):
-        for (weight,) in found:
+    with nullcontext() if is_sharded else threads.averaged():
+        for (weight,) in threads.run(trained, 2):
             torch.testing.assert_close(weight, one[0].weight.detach(), rtol=0, atol=1e-12)
