@@ -4,9 +4,10 @@
 
 A round is a cycle of ten steps of each: one of them renews C and its inverse. The optimizer's `step()`
 is timed, without the passes. `products` are the products, the Cholesky factor and its inverse of the
-same ten steps, on matrices of the same shapes and dtypes, by the same library (oneDNN or MKL). Times
-are CPU times of one thread, rounds take turns, and ratios are medians over the rounds, so that other
-programs on the machine matter little.
+same ten steps, on matrices of the same shapes and dtypes, by the same library (oneDNN or MKL). `alone`
+is the step of each layer alone, without stacks of small layers of one shape. Times are CPU times of one
+thread, rounds take turns, and ratios are medians over the rounds, so that other programs on the machine
+matter little.
 
 On CPUs that lack some instructions, products in bfloat16 need ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16.
 """
@@ -21,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +32,22 @@ from benchmarks.default_models import autoencoder
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.spectral import damped_inverse, has_fast_bf16
+from torch_locoprop.stepping import stacked_steps
 from torch_locoprop.study.machine import environment
 
 MODELS = {
     "small": ((196, 64, 16), 50),
     "demo": ((784, 250, 100, 20), 200),
     "standard": ((784, 1000, 500, 250, 30), 1000),
+    "8 of 16": ((16,) * 5, 64),
+    "8 of 64": ((64,) * 5, 64),
+    "4 of 64": ((64,) * 3, 64),
+    "2 of 64": ((64,) * 2, 64),
+    "8 of 128": ((128,) * 5, 64),
+    "2 of 128": ((128,) * 2, 64),
+    "8 of 256": ((256,) * 5, 64),
 }
-"""Widths from the input to the code, and rows of a batch."""
+"""Widths from the input to the code, and rows of a batch. The last models have layers of one shape."""
 CYCLE = 10
 
 
@@ -84,10 +94,10 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
     """Return the medians of a model: milliseconds of a step, and ratios."""
     widths, rows = MODELS[name]
     x = torch.rand(rows, widths[0])
-    ours, theirs = autoencoder(widths, "tanh"), autoencoder(widths, "tanh")
+    ours, other, theirs = (autoencoder(widths, "tanh") for _ in range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        opt = LocoProp(ours)
+        opt, alone = LocoProp(ours), LocoProp(other)
     matrices = [p for p in theirs.parameters() if p.dim() == 2]
     muon = MuonAndAdamW(matrices, [p for p in theirs.parameters() if p.dim() < 2], 0.01)
     layers = [layer for layer in ours if isinstance(layer, nn.Linear)]
@@ -97,9 +107,14 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         for each in products:
             each.step(number == 0)
 
+    def step_alone(number: int) -> None:
+        with patch.object(stacked_steps, "LARGEST", 0):
+            alone.step()
+
     turns: dict[str, tuple[Callable[[int], Any], Callable[[], None]]] = {
         "spectral": (lambda number: opt.step(), lambda: gradients(ours, x)),
         "products": (multiply, lambda: None),
+        "alone": (step_alone, lambda: gradients(other, x)),
         "muon": (lambda number: muon.step(), lambda: gradients(theirs, x)),
     }
     times: dict[str, list[float]] = {key: [] for key in turns}
@@ -112,7 +127,7 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         f"over {key}": round(
             median(a / b for a, b in zip(times["spectral"], times[key], strict=True)), 3
         )
-        for key in ("products", "muon")
+        for key in ("products", "muon", "alone")
     }
     return {"model": name, **{f"{k} ms": round(median(t), 3) for k, t in times.items()}, **ratios}
 

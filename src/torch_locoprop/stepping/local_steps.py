@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from torch_locoprop.stepping import (
     divided_outputs,
     divided_polar,
     first_step,
+    stacked_steps,
 )
 from torch_locoprop.stepping.build_problem import (
     Posed,
@@ -65,11 +67,9 @@ class LocalSteps:
         """Solve every layer's problem; while a CUDA graph is recorded, on streams of their own."""
         if self.measurements is None and any(layer.shared_facts for layer in layers):
             return self._solve_in_rounds(layers)
-        directions: Directions = {}
         if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
-            for layer in reversed(layers):
-                directions |= self._solve_timed(layer, layers[layer])
-            return directions
+            return self._solve_in_stacks(layers)
+        directions: Directions = {}
         by_kernels = all(may_have_kernels(self.plan, layer) for layer in layers)
         most = streams.MANY_STREAMS if by_kernels else streams.FEW_STREAMS
         with streams.side_streams(most) as side:
@@ -100,6 +100,29 @@ class LocalSteps:
                 directions = step_graphs.take(work, lambda: self.solve_all(layers))
         if work is not None and self.apply == "replace":
             torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
+        return directions
+
+    def _solve_in_stacks(self, layers: Trained) -> Directions:
+        """Solve every layer's problem; small ones of one shape together where that is possible."""
+        directions: Directions = {}
+        stacks: dict[Hashable, list[Posed]] = {}
+        alike = Counter(layer.like.shape for layer in layers)
+        for layer in reversed(layers):
+            if not layer.calls or alike[layer.like.shape] == 1:
+                directions |= self._solve_timed(layer, layers[layer])
+                continue
+            _forget_missing_calls(layer)
+            posed = self._posed(layer, layers[layer])
+            key = stacked_steps.stack_of(posed)
+            stacks.setdefault(layer.name if key is None else key, []).append(posed)
+        for stack in stacks.values():
+            names, device = [posed.layer.name for posed in stack], stack[0].layer.given[0].device
+            with timed(self.measurements, names, device):
+                if len(stack) == 1:
+                    directions |= self._solve_posed(stack[0])
+                    continue
+                for posed, solution in zip(stack, stacked_steps.solved(stack), strict=True):
+                    directions |= self._apply_solution(posed, *solution)
         return directions
 
     def _solve_in_rounds(self, layers: Trained) -> Directions:
@@ -135,7 +158,7 @@ class LocalSteps:
         """Solve one layer's problem, and measure how long that takes if measurements are on."""
         if self.measurements is None:
             return self.solve(layer, trained)
-        with timed(self.measurements, layer.name, layer.given[0].device):
+        with timed(self.measurements, [layer.name], layer.given[0].device):
             return self.solve(layer, trained)
 
     def solve(self, layer: LayerRecord, trained: Mapping[str, nn.Parameter]) -> Directions:
@@ -155,8 +178,8 @@ class LocalSteps:
                 self.notices.not_reached(layer.name)
             else:
                 self.notices.not_called(layer.name)
-        elif layer.note in (NOT_CALLED, NOT_REACHED):
-            layer.note = ""
+        else:
+            _forget_missing_calls(layer)
         return self._solve_posed(self._posed(layer, trained))
 
     def _posed(self, layer: LayerRecord, trained: Mapping[str, nn.Parameter]) -> Posed:
@@ -271,6 +294,12 @@ def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
     parts = (method.variant, method.regularizer, method.solver, transfer, weight)
     all_rows = plan.group(layer)["max_rows"] is None
     return all_rows and dispatch.may_have_kernels(layer.kind.linear_map, *parts)
+
+
+def _forget_missing_calls(layer: LayerRecord) -> None:
+    """Remove the note that earlier calls of a layer were not recorded."""
+    if layer.note in (NOT_CALLED, NOT_REACHED):
+        layer.note = ""
 
 
 def _state_like(parameter: nn.Parameter, state: Tensors) -> Tensors:

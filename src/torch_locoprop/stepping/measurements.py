@@ -6,7 +6,7 @@ How the numbers are shown is in ``reporting/diagnostics.py``.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,21 +20,25 @@ Measurements = dict[str, dict[str, Tensor | float]]  # by layer, then by name of
 
 
 @contextmanager
-def timed(measurements: Measurements | None, layer: str, device: torch.device) -> Iterator[None]:
-    """Add the time that the context takes to a layer's ``milliseconds``.
+def timed(
+    measurements: Measurements | None, layers: Sequence[str], device: torch.device
+) -> Iterator[None]:
+    """Set the ``milliseconds`` of some layers to equal parts of the time that the context takes.
 
     Args:
         measurements: the measurements of all layers; None measures nothing.
-        layer: the layer's name.
-        device: the device of the layer; its work inside the context is waited for.
+        layers: the names of the layers.
+        device: the device of the layers; its work inside the context is waited for.
     """
     if measurements is None:
         yield
         return
     began = _now(device)
     yield
-    if layer in measurements:
-        measurements[layer]["milliseconds"] += _now(device) - began
+    own = [measurements[layer] for layer in layers if layer in measurements]
+    time_of_all = _now(device) - began + sum(each["milliseconds"] for each in own)
+    for each in own:
+        each["milliseconds"] = time_of_all / len(own)
 
 
 def _now(device: torch.device) -> float:
@@ -47,8 +51,8 @@ def _now(device: torch.device) -> float:
 def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
     """Return the numbers of :class:`~torch_locoprop.reporting.diagnostics.LayerDiagnostics` by name.
 
-    ``milliseconds`` is minus the time that this function takes, so that the sum with what :func:`timed`
-    adds is the time of the step alone. The other numbers are scalars on the device.
+    ``milliseconds`` is minus the time that this function takes, which :func:`timed` leaves out of the
+    time of the step. The other numbers are scalars on the device.
 
     Args:
         problem: a layer's local problem.

@@ -1,0 +1,230 @@
+"""Small layers of one shape take spectral steps together, as if each took its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from cases import batch, weights
+from torch import Tensor, nn
+
+from torch_locoprop import LocoProp
+from torch_locoprop.paper.losses import Squared
+from torch_locoprop.paper.targets import GradientDescent
+from torch_locoprop.paper.variants import Variant
+from torch_locoprop.stepping import stacked_steps
+from torch_locoprop.stepping.build_problem import Posed
+
+STEPS = 12  # C is renewed in the first ten, and in the eleventh
+
+
+class OwnTarget(GradientDescent):
+    """A target with a first gradient of its own."""
+
+    def first_gradient(self, gradient: Any, gamma: Any, fisher: Any) -> Any:
+        return {name: gamma * value.sign() for name, value in gradient.items()}
+
+
+def mlp() -> nn.Sequential:
+    """Return four linear layers of one shape, two of them without a bias, and two others."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(7, 5), nn.Tanh()]
+    for i in range(4):
+        layers += [nn.Linear(5, 5, bias=i > 1), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(5, 3)).double()
+
+
+def cnn() -> nn.Sequential:
+    """Return three convolutions of one shape, of seven numbers as images."""
+    torch.manual_seed(0)
+    layers = [nn.Conv1d(1, 4, 1), *(nn.Conv1d(4, 4, 3, padding=1) for _ in range(3))]
+    return nn.Sequential(nn.Unflatten(1, (1, 7)), *layers, nn.Flatten(), nn.Linear(28, 3)).double()
+
+
+def groups(model: nn.Sequential) -> list[dict[str, Any]]:
+    """Give the first of the four layers another rate, and the second one weight decay."""
+    first, second = model[2].parameters(), model[4].parameters()
+    rest = [p for i in (0, 6, 8, 10) for p in model[i].parameters()]
+    return [
+        {"params": [*first], "lr": 0.07},
+        {"params": [*second], "weight_decay": 0.1},
+        {"params": rest},
+    ]
+
+
+def two(model: nn.Sequential) -> dict[str, Any]:
+    """Let an outer optimizer make the step of the displacements."""
+    return {"preset": "spectral", "apply": "gradient", "outer": lambda p: torch.optim.SGD(p, 0.5)}
+
+
+MLP: dict[str, Callable[[nn.Sequential], dict[str, Any]]] = {
+    "default": lambda model: {},
+    "spectral": lambda model: {"preset": "spectral", "lr": 0.1},
+    "in blocks": lambda model: {"gram": "block", "block_size": 3},
+    "diagonal": lambda model: {"gram": "diagonal"},
+    "groups": lambda model: {"param_groups": groups(model)},
+    "decay": lambda model: {"weight_decay": 0.2, "maximize": True},
+    "outer": two,
+    "capped": lambda model: {"cap": 0.01},
+    "measured": lambda model: {"diagnose": True},
+    "some rows": lambda model: {"max_rows": 5},
+}
+
+
+@pytest.fixture
+def stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The names of the layers in each stack that was solved."""
+    found: list[list[str]] = []
+
+    def noted(layers: Sequence[Posed]) -> Any:
+        found.append([posed.layer.name for posed in layers])
+        return solved(layers)
+
+    solved = stacked_steps.solved
+    monkeypatch.setattr(stacked_steps, "solved", noted)
+    return found
+
+
+def step(model: nn.Sequential, opt: LocoProp, seed: int) -> None:
+    loss = (model(batch(9, 7, seed=seed)) - batch(9, 3, seed=seed + 99)).square().mean()
+    loss.backward()  # type: ignore[no-untyped-call]
+    opt.step()
+    opt.zero_grad()
+
+
+def assert_equal(found: LocoProp, expected: LocoProp) -> None:
+    """Assert that weights and states are equal to rounding."""
+    for group, other in zip(found.param_groups, expected.param_groups, strict=True):
+        for p, q in zip(group["params"], other["params"], strict=True):
+            torch.testing.assert_close(p, q, rtol=0, atol=1e-9)
+            assert found.state[p].keys() == expected.state[q].keys()
+            for key, entry in found.state[p].items():
+                torch.testing.assert_close(entry, expected.state[q][key], rtol=1e-7, atol=1e-9)
+
+
+def compare(
+    model: nn.Sequential,
+    settings: Callable[[nn.Sequential], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare steps in stacks with steps of each layer alone."""
+    other = copy.deepcopy(model)
+    opt, alone = LocoProp(model, **settings(model)), LocoProp(other, **settings(other))
+    for seed in range(STEPS):
+        step(model, opt, seed)
+        with monkeypatch.context() as context:
+            context.setattr(stacked_steps, "LARGEST", 0)
+            step(other, alone, seed)
+    assert_equal(opt, alone)
+
+
+@pytest.mark.parametrize("name", MLP)
+def test_a_stack_takes_the_steps_of_its_layers(
+    name: str, monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    compare(mlp(), MLP[name], monkeypatch)
+    with_bias, without = ["8", "6"], ["4", "2"]
+    assert stacks == STEPS * ([with_bias] if name == "groups" else [with_bias, without])
+
+
+def test_convolutions_of_one_shape(
+    monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    compare(cnn(), lambda model: {}, monkeypatch)
+    assert stacks == STEPS * [["4", "3", "2"]]
+
+
+def test_layers_join_and_leave_a_stack(
+    monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    """A layer that is frozen for some steps has another state, and a frozen bias another matrix."""
+    model, other = mlp(), mlp()
+    opt, alone = LocoProp(model), LocoProp(other)
+    for seed in range(STEPS):
+        for each in (model, other):
+            each[8].requires_grad_(not 2 <= seed < 4)
+            each[6].bias.requires_grad_(not 6 <= seed < 9)
+        step(model, opt, seed)
+        with monkeypatch.context() as context:
+            context.setattr(stacked_steps, "LARGEST", 0)
+            step(other, alone, seed)
+    assert_equal(opt, alone)
+    assert stacks[0] == ["8", "6"]
+    assert ["6", "4", "2"] in stacks, "while its bias is frozen"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"solver": "general", "variant": Variant("own", OwnTarget(), Squared())},
+        {"preset": "paper-m"},
+        {"variant": "locoprop-s", "solver": "exact"},
+    ],
+    ids=["own target", "LocoProp-M", "closed form"],
+)
+def test_other_steps_are_taken_alone(settings: dict[str, Any], stacks: list[list[str]]) -> None:
+    model = mlp()
+    step(model, LocoProp(model, output_transfer="linear", **settings), 0)
+    assert stacks == []
+
+
+@pytest.mark.parametrize(("n", "expected"), [(128, [["1", "0"]]), (129, [])])
+def test_large_layers_are_solved_alone(
+    n: int, expected: list[list[str]], stacks: list[list[str]]
+) -> None:
+    model = nn.Sequential(nn.Linear(n, n), nn.Linear(n, n))
+    opt = LocoProp(model)
+    model(torch.randn(2, n)).square().mean().backward()
+    opt.step()
+    assert stacks == expected
+
+
+def test_a_layer_that_is_not_finite_stays_and_the_others_move(stacks: list[list[str]]) -> None:
+    model = mlp()
+    opt = LocoProp(model)
+    step(model, opt, 0)
+    before = copy.deepcopy([*model.parameters()])
+    state = copy.deepcopy(opt.state[model[6].weight])
+    model(batch(9, 7, seed=1)).square().mean().backward()
+    model[6].weight.grad[1, 2] = torch.nan
+    with pytest.warns(UserWarning, match="The local solution of '6' was not finite"):
+        opt.step()
+    assert stacks[2] == ["8", "6"]
+    stays = [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)]
+    own = [any(p is q for q in model[6].parameters()) for p in model.parameters()]
+    assert stays == own
+    assert all(torch.equal(opt.state[model[6].weight][key], state[key]) for key in state)
+    opt.zero_grad()
+    step(model, opt, 2)
+    assert not torch.equal(model[6].weight, before[own.index(True)])
+
+
+def test_states_share_no_memory_and_training_goes_on_from_them() -> None:
+    model = mlp()
+    opt = LocoProp(model)
+    for seed in range(3):
+        step(model, opt, seed)
+    entries = [entry for state in opt.state.values() for entry in state.values()]
+    places = {entry.untyped_storage().data_ptr() for entry in entries}
+    assert len(places) == len(entries)
+    other = mlp()
+    other.load_state_dict(model.state_dict())
+    loaded = LocoProp(other)
+    loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for seed in range(3, 6):
+        step(model, opt, seed)
+        step(other, loaded, seed)
+    assert all(map(torch.equal, weights(model), weights(other)))
+
+
+def test_every_layer_of_a_stack_has_its_share_of_the_time(stacks: list[list[str]]) -> None:
+    model = mlp()
+    opt = LocoProp(model, diagnose=True)
+    step(model, opt, 0)
+    assert stacks[0] == ["8", "6"]
+    found: dict[str, Tensor | float] = {row.layer: row.milliseconds for row in opt.diagnostics()}
+    assert found.keys() == {"0", "2", "4", "6", "8", "10"}
+    assert all(value > 0 for value in found.values())
