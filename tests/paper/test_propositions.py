@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torch_locoprop import LocoProp, Variant
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.closed_form import sylvester
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Matching
@@ -21,7 +22,6 @@ from torch_locoprop.paper.regularizers import L2
 from torch_locoprop.paper.targets import MirrorDescent, NaturalGradient
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.recording import row_gradients
-from torch_locoprop.solvers.exact import sylvester
 
 
 def matching_problem(

@@ -12,10 +12,10 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import Guards, LocoProp, Variant
+from torch_locoprop.paper.closed_form import implicit_step, sylvester
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient
 from torch_locoprop.solvers import Exact
-from torch_locoprop.solvers.exact import implicit_step, sylvester
 
 
 def step(model: nn.Module, opt: LocoProp, x: Tensor) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
+from torch_locoprop.paper.closed_form import eigh, implicit_step, precise_enough, sylvester
 from torch_locoprop.paper.fisher import cholesky, damped, damped_solve, is_well_posed
 from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure
 from torch_locoprop.paper.linear_map import Dense
@@ -21,7 +22,6 @@ from torch_locoprop.paper.regularizers import L2
 from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
 from torch_locoprop.solvers import SOLVERS, Exact, Numbers
-from torch_locoprop.solvers.exact import eigh, implicit_step, precise_enough, sylvester
 
 
 def squared_problem(rows: int, eta: float = 0.2, bias: bool = True) -> LocalProblem:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torch_locoprop.paper.closed_form import eigh
 from torch_locoprop.paper.fisher import cholesky
 from torch_locoprop.paper.tensors import at_least_float32, holds
-from torch_locoprop.solvers.exact import eigh
 
 
 def damped_factors(A: Tensor, D: Tensor, damping: float) -> tuple[Tensor, Tensor]:

@@ -19,10 +19,10 @@ from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.baselines.base import PerTensor
 from torch_locoprop.config.groups import Group
+from torch_locoprop.paper.closed_form import eigh
 from torch_locoprop.paper.fisher import running_average
 from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.tensors import Tensors, at_least_float32
-from torch_locoprop.solvers.exact import eigh
 
 GRAFTING = ("rmsprop", "adagrad", "sgd")
 

@@ -20,9 +20,9 @@ from typing import NamedTuple
 from torch_locoprop.distributed import divided_matrices
 from torch_locoprop.distributed.collectives import row_counts
 from torch_locoprop.distributed.ddp import DDP_FACTS
+from torch_locoprop.paper.closed_form import operations
 from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.paper.spectral import polar_operations
-from torch_locoprop.solvers.exact import operations
 from torch_locoprop.solvers.preconditioned import CHECKS
 
 FACTS = 6  # numbers that a process tells about a sharded layer

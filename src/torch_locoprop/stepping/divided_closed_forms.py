@@ -16,11 +16,12 @@ from torch import Tensor
 
 from torch_locoprop.distributed.ddp import Exchange
 from torch_locoprop.distributed.divided_matrices import MATRICES, computed
+from torch_locoprop.paper.closed_form import operations
 from torch_locoprop.paper.gram import FULL
 from torch_locoprop.paper.tensors import Tensors, join
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.base import States
-from torch_locoprop.solvers.exact import Sums, operations
+from torch_locoprop.solvers.exact import Sums
 from torch_locoprop.stepping.build_problem import Posed
 
 # Operations for each number of the result from which on computing takes longer than sending: those of

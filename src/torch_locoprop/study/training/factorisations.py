@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.baselines.shampoo import inverse_root
+from torch_locoprop.paper.closed_form import eigh
 from torch_locoprop.paper.fisher import cholesky
-from torch_locoprop.solvers.exact import eigh
 
 THREADS = 8
 """Host threads, each with a CUDA stream, that share the factorisations of a step."""
