@@ -25,7 +25,11 @@ from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop import LocoProp
-from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
+from torch_locoprop.stepping.several_processes import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+)
 
 LAYERS, EARLY, STEPS, REPETITIONS = 8, 11, 20, 3
 METHODS: dict[str, dict[str, Any]] = {

@@ -30,13 +30,13 @@ from torch_locoprop.recording.model_scan import check_any_served, layer_patterns
 from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
 from torch_locoprop.reporting.summary import summary_of
-from torch_locoprop.stepping.agreement import agree
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_recorded
 from torch_locoprop.stepping.graph_work import Trained
 from torch_locoprop.stepping.local_steps import Directions, LocalSteps
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, make_outer
 from torch_locoprop.stepping.param_groups import WithParamGroups
+from torch_locoprop.stepping.several_processes.agreement import agree
 
 
 @with_settings

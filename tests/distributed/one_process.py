@@ -55,7 +55,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop.distributed import averaging
 from torch_locoprop.fast.dispatch import graphs
-from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
+from torch_locoprop.stepping.several_processes import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FLOAT32 = ("M", "S", "closed form", "default", "spectral", "outer", "convolution, M")

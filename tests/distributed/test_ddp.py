@@ -24,7 +24,11 @@ from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.solvers import Exact, Spectral
-from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
+from torch_locoprop.stepping.several_processes import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+)
 
 STEPS, ROWS = 3, 24
 

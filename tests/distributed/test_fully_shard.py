@@ -38,8 +38,8 @@ from traffic import check_counts, check_images
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.solvers import Spectral
-from torch_locoprop.stepping import divided_polar
-from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, WHOLE
+from torch_locoprop.stepping.several_processes import divided_polar
+from torch_locoprop.stepping.several_processes.layer_part import EXCHANGES_WEIGHTS, WHOLE
 
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 

@@ -18,7 +18,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import ExponentialLR
 
 from torch_locoprop import LocoProp
-from torch_locoprop.stepping import divided_polar
+from torch_locoprop.stepping.several_processes import divided_polar
 
 ROWS = 8  # of each process in a batch
 BATCHES = (2, 4)  # of each process

@@ -43,7 +43,7 @@ from torch.distributed.tensor import Shard
 from torch_locoprop import LocoProp
 from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
-from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS
+from torch_locoprop.stepping.several_processes.layer_part import EXCHANGES_WEIGHTS
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": DEFAULT,

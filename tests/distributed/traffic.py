@@ -15,7 +15,7 @@ from torch_locoprop.distributed import communication
 from torch_locoprop.distributed.communication import Traffic
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.gram import FULL, Structure
-from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS
+from torch_locoprop.stepping.several_processes.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS
 
 REDUCTIONS = (torch.ops.c10d.allreduce_,)
 GATHERS = (torch.ops.c10d._allgather_base_, torch.ops.c10d.allgather_)

@@ -17,8 +17,8 @@ from torch_locoprop.recording.model_scan import Unserved, newcomers
 from torch_locoprop.solvers import Solver, Spectral
 from torch_locoprop.solvers.spectral import WIDEST
 from torch_locoprop.stepping.first_step import FirstStep
-from torch_locoprop.stepping.layer_part import part_of
 from torch_locoprop.stepping.method import LayerPlan, Plan
+from torch_locoprop.stepping.several_processes.layer_part import part_of
 
 HEADER = ("layer", "kind", "shape", "transfer", "variant", "note")
 FIRST_STEP_HEADER = ("first step", "target", "outputs", "weights")

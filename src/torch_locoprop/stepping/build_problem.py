@@ -24,9 +24,9 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import gram_of_calls, row_weight
 from torch_locoprop.solvers import Numbers
 from torch_locoprop.solvers.base import States
-from torch_locoprop.stepping.layer_part import Inputs, Part
 from torch_locoprop.stepping.method import Method, problems_before
 from torch_locoprop.stepping.requirements import changed
+from torch_locoprop.stepping.several_processes.layer_part import Inputs, Part
 
 
 class Posed(NamedTuple):

@@ -16,8 +16,8 @@ from torch_locoprop.paper.gram import FULL
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers.base import Solver
-from torch_locoprop.stepping.layer_part import part_of
 from torch_locoprop.stepping.method import Method
+from torch_locoprop.stepping.several_processes.layer_part import part_of
 
 
 def empty_states(

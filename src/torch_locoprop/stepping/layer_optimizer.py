@@ -46,8 +46,8 @@ from torch_locoprop.stepping.requirements import (
     require,
     require_rows,
 )
+from torch_locoprop.stepping.several_processes.uneven_inputs import Joins
 from torch_locoprop.stepping.state_dicts import WithStateDict
-from torch_locoprop.stepping.uneven_inputs import Joins
 
 _LOOK_EVERY = 100  # steps between two reads of a GPU's skip counters, each of which is a host sync
 

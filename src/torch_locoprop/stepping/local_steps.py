@@ -21,13 +21,7 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
 from torch_locoprop.solvers.base import Checked, States
-from torch_locoprop.stepping import (
-    divided_closed_forms,
-    divided_outputs,
-    divided_polar,
-    first_step,
-    stacked_steps,
-)
+from torch_locoprop.stepping import first_step, stacked_steps
 from torch_locoprop.stepping.build_problem import (
     Posed,
     local_problem,
@@ -37,11 +31,16 @@ from torch_locoprop.stepping.build_problem import (
 )
 from torch_locoprop.stepping.graph_work import Trained, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
-from torch_locoprop.stepping.layer_part import Part, part_of
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import Method, Plan
 from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
+from torch_locoprop.stepping.several_processes import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+)
+from torch_locoprop.stepping.several_processes.layer_part import Part, part_of
 
 Divided = ModuleType  # a module with is_divided(), round_size() and solved()
 DIVIDED: tuple[Divided, ...] = (divided_polar, divided_closed_forms)

@@ -30,7 +30,7 @@ from torch_locoprop.paper.tensors import norm
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.stepping.fallback_optimizer import move_state
 from torch_locoprop.stepping.guards import Guarded, cap_factor
-from torch_locoprop.stepping.layer_part import Part
+from torch_locoprop.stepping.several_processes.layer_part import Part
 
 RATE_TOLERANCE = 1e-6  # relative difference of equal learning rates, which schedules round
 Apply = Literal["replace", "gradient", "nothing"]

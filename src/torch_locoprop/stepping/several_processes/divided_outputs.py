@@ -28,7 +28,7 @@ from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.solvers import FirstOrder, Preconditioned
 from torch_locoprop.solvers.base import Solver, States
 from torch_locoprop.stepping.build_problem import Posed
-from torch_locoprop.stepping.layer_part import couples_outputs
+from torch_locoprop.stepping.several_processes.layer_part import couples_outputs
 
 # Input features from which on iterations with XᵀX take longer than sending their solution.
 # benchmarks/ddp_steps.py measures it.

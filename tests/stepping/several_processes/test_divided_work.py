@@ -14,7 +14,11 @@ from torch.optim import SGD
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact, Preconditioned, Spectral
-from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
+from torch_locoprop.stepping.several_processes import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+)
 
 # Threads of one process: not beside the other tests of a process.
 pytestmark = pytest.mark.distributed

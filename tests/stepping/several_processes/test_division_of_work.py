@@ -22,8 +22,12 @@ from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.transfers import TRANSFERS
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, Exact, Spectral
-from torch_locoprop.stepping import divided_closed_forms, divided_outputs, divided_polar
-from torch_locoprop.stepping.layer_part import Part
+from torch_locoprop.stepping.several_processes import (
+    divided_closed_forms,
+    divided_outputs,
+    divided_polar,
+)
+from torch_locoprop.stepping.several_processes.layer_part import Part
 
 NUMBER = 8  # bytes of a float64
 

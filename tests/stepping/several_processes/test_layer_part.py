@@ -27,7 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from torch_locoprop.distributed import communication
 from torch_locoprop.solvers import Exact
-from torch_locoprop.stepping.layer_part import EXCHANGES_WEIGHTS, GATHERS_ROWS, WHOLE
+from torch_locoprop.stepping.several_processes.layer_part import (
+    EXCHANGES_WEIGHTS,
+    GATHERS_ROWS,
+    WHOLE,
+)
 
 # Threads of one process: not beside the other tests of a process.
 pytestmark = pytest.mark.distributed
