@@ -1,6 +1,7 @@
 """The layout of the package: who imports whom."""
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import torch_locoprop
+from torch_locoprop.fast import dispatch
 
 ROOT = Path(torch_locoprop.__file__).parent
 
@@ -30,6 +32,19 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
+
+
+def public_names() -> dict[str, str]:
+    """The modules that the names of the package itself, such as ``LocoProp``, come from."""
+    found = {}
+    for node in ast.parse((ROOT / "__init__.py").read_text()).body:
+        if isinstance(node, ast.ImportFrom):
+            base = str(node.module).removeprefix("torch_locoprop").lstrip(".")
+            found |= {alias.name: base or alias.name for alias in node.names}
+    return found
+
+
+PUBLIC = public_names()
 
 
 def imports(path: Path, *, for_running: bool) -> Iterator[str]:
@@ -58,11 +73,11 @@ def imports(path: Path, *, for_running: bool) -> Iterator[str]:
                 base = base.removeprefix("torch_locoprop").lstrip(".")
                 for alias in node.names:
                     full = f"{base}.{alias.name}".lstrip(".")
-                    yield full if full in MODULES else base
+                    yield full if full in MODULES else base or PUBLIC.get(alias.name, "")
         elif isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name.startswith("torch_locoprop."):
-                    yield alias.name.removeprefix("torch_locoprop.")
+                if alias.name.partition(".")[0] == "torch_locoprop":
+                    yield alias.name.removeprefix("torch_locoprop").lstrip(".")
         stack += ast.iter_child_nodes(node)
 
 
@@ -81,6 +96,11 @@ def package(module: str) -> str:
         ("from ..solvers import exact", "solvers.exact"),
         ("from ..solvers.exact import Exact", "solvers.exact"),
         ("from .. import optimizer", "optimizer"),
+        ("from torch_locoprop import LocoProp", "optimizer"),
+        ("from .. import LocoProp", "optimizer"),
+        ("from torch_locoprop import Guards", "config.settings"),
+        ("import torch_locoprop", ""),
+        ("from torch_locoprop import __version__", ""),
     ],
 )
 @pytest.mark.parametrize("where", ["", "def f():\n    ", "if TYPE_CHECKING:\n    "])
@@ -101,7 +121,9 @@ def test_every_package_has_its_place_in_the_order() -> None:
 def test_a_package_imports_only_those_before_it(module: str) -> None:
     own = package(module)
     for other in imports(MODULES[module], for_running=False):
-        if other and package(other) != own:
+        if other == "":  # the package itself, which imports all others
+            assert own == "study", f"{module} imports the whole package"
+        elif package(other) != own:
             assert ORDER.index(package(other)) < ORDER.index(own), f"{module} imports {other}"
 
 
@@ -119,12 +141,26 @@ def test_the_paper_imports_torch_and_nothing_else() -> None:
             assert package(other) == "paper", f"{module} imports {other}"
 
 
+def test_no_package_but_the_study_and_the_list_of_layers_imports_by_a_string() -> None:
+    for module, path in MODULES.items():
+        if package(module) != "study" and module != "layers":
+            assert not {"importlib", "__import__"} & set(re.findall(r"\w+", path.read_text())), (
+                module
+            )
+
+
 def test_fast_paths_are_reached_through_dispatch_alone() -> None:
     for module, path in MODULES.items():
         if package(module) == "fast":
             continue
         for other in imports(path, for_running=False):
             assert package(other) != "fast" or other == "fast.dispatch", f"{module}: {other}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "torch_locoprop.fast.dispatch":
+                names = {alias.name for alias in node.names}
+                assert names <= set(dispatch.__all__), (
+                    f"{module} reaches {names} by way of dispatch"
+                )
 
 
 def test_modules_do_not_import_each_other_in_a_circle() -> None:
