@@ -271,7 +271,10 @@ class LocoProp(WithParamGroups):
         if self._outer is not None and self._outer.trains_rest:
             trained_by = self._outer.name
         known = {p for group in self.param_groups for p in group["params"]}
-        return summary_of(self._model, self._layers, self._unserved, self._plan, known, trained_by)
+        told = self._told_unused()
+        return summary_of(
+            self._model, self._layers, self._unserved, self._plan, known, trained_by, told
+        )
 
     def diagnostics(self) -> Diagnostics:
         """Return what the last step did in each layer; needs ``diagnose=True``."""

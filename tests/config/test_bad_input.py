@@ -61,6 +61,11 @@ BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"variant": "natural-s", "output_transfer": "tanh"}, "draws labels from"),
     ({"regularizer": "fisher"}, "draws labels from the model's predictive distribution"),
     ({"param_groups": [{"params": [], "lrr": 1.0}]}, "Unknown setting in a parameter group 'lrr'"),
+    (
+        {"param_groups": [{"params": [], "outer": torch.optim.SGD}]},
+        "outer= is an argument of LocoProp",
+    ),
+    ({"param_groups": [{"params": [], "fallback": True}]}, "it is a group of a fallback optimizer"),
     ({"param_groups": [{"params": nn.Linear(2, 2).parameters()}]}, "not the model's"),
     ({"param_groups": [{"lr": 1.0}]}, "A parameter group has no 'params'"),
     ({"variant": "LocoProp-M"}, "Did you mean 'locoprop-m'"),

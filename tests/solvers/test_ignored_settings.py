@@ -83,7 +83,17 @@ def test_an_ignored_setting_that_is_given_has_one_warning(solver: str, name: str
     assert [str(each.message) for each in told] == expected
 
 
-def test_a_setting_of_zero_asks_for_nothing() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        LocoProp(network(), variant="locoprop-s", solver="preconditioned", momentum=0.0)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"solver": "sgd", "momentum": 0.9}, "\nmomentum has no effect with solver='sgd'."),
+        ({"solver": "exact", "eps": 0.1, "decay": 0.5}, "\neps, decay have no effect with"),
+        ({"solver": "momentum", "momentum": 0.5}, ""),
+        ({"solver": "sgd"}, ""),
+    ],
+)
+def test_the_summary_names_ignored_settings_that_were_given(
+    settings: dict[str, Any], expected: str
+) -> None:
+    told = LocoProp(network(), variant="locoprop-s", **settings).summary()
+    assert expected in told if expected else "no effect" not in told

@@ -22,10 +22,10 @@ BOOKKEEPING: dict[str, Any] = {
     "state_of": None,  # the solver whose state there is, or EMPTY
 }
 EMPTY = "nothing"  # the states have no content
-# Only with outer=, in the first group: None, and in state dicts what that optimizer has beside the
-# states of its parameters.
+# With outer=, a key of the first group. It holds None; in a state dict, it holds the state dict of the
+# outer optimizer without the states of parameters.
 OF_OUTER = "outer"
-OUTER_PREFIX = "outer."  # of names of entries of its states, which are beside ours
+OUTER_PREFIX = "outer."  # the names of the outer optimizer's entries in the state of a parameter
 _NO_SETTINGS = ("params", "name", "initial_lr", OF_OUTER, *BOOKKEEPING)
 
 
@@ -40,6 +40,13 @@ def checked_group(
     if "params" not in group:
         raise ValueError("A parameter group has no 'params': the parameters it is for.")
     check_names(group, "setting in a parameter group", _NO_SETTINGS)
+    if group.get(OF_OUTER) is not None:
+        raise ValueError("outer= is an argument of LocoProp, not a setting of a parameter group.")
+    if group.get("fallback"):
+        raise ValueError(
+            "A parameter group has fallback=True: it is a group of a fallback optimizer. Leave it out, "
+            "or give its parameters in a group of their own."
+        )
     checked = components.check(group)
     params = group["params"]
     params = [params] if isinstance(params, Tensor) else list(params)

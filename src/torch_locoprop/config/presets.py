@@ -129,18 +129,24 @@ class Given:
         return resolved({**self.settings, **own}, preset)
 
 
-def warn_of_unused(given: Mapping[str, Any], solver: Solver, name: str) -> None:
-    """Warn of settings that the user has given and that the solver, of this name, does not use.
+def told_unused(given: Mapping[str, Any], solver: Solver, name: str) -> str:
+    """Return a sentence that names settings which have no effect; empty if there are none.
 
-    A setting that is zero, such as ``momentum=0.0``, asks for nothing.
+    Args:
+        given: the settings that the user has given; those with the value of the default do not count.
+        solver: the solver.
+        name: the name of the solver.
     """
-    unused = [n for n, v in given.items() if n in solver.ignores and v not in (0, DEFAULTS[n])]
-    if unused and solver.warns_of_ignored:
-        warnings.warn(
-            f"{', '.join(unused)} {'has' if len(unused) == 1 else 'have'} no effect with "
-            f"solver={name!r}.",
-            stacklevel=3,
-        )
+    unused = [n for n, value in given.items() if n in solver.ignores and value != DEFAULTS[n]]
+    verb = "has" if len(unused) == 1 else "have"
+    return f"{', '.join(unused)} {verb} no effect with solver={name!r}." if unused else ""
+
+
+def warn_of_unused(given: Mapping[str, Any], solver: Solver, name: str) -> None:
+    """Warn of settings that the user has given and that the solver, of this name, does not use."""
+    told = told_unused(given, solver, name)
+    if told and solver.warns_of_ignored:
+        warnings.warn(told, stacklevel=3)
 
 
 def _of_solver(solver: object) -> Mapping[str, Any]:

@@ -64,7 +64,8 @@ def _clean_up_after_failure(pool: tuple[int, int]) -> None:
         pool: the id of the memory pool of the capture.
     """
     device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # if PyTorch has done it: the work failed, but not the capture
+    # PyTorch has done it if the work failed, but not the capture. The functions are not public.
+    with suppress(RuntimeError, AttributeError):
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     own = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -40,6 +40,7 @@ def summary_of(
     plan: Plan,
     given: set[nn.Parameter],
     trained_by: str,
+    told: str,
 ) -> str:
     """Return the table of all modules with parameters.
 
@@ -50,6 +51,7 @@ def summary_of(
         plan: the settings of each layer.
         given: all parameters that the optimizer trains.
         trained_by: name of the optimizer that trains parameters without a local problem.
+        told: a sentence on the settings, or an empty string.
     """
     present = set(model.modules())
     rows = [
@@ -64,6 +66,7 @@ def summary_of(
     skipped = sum(int(layer.counts.get("skipped", 0)) for layer in layers)
     still_there = [layer for layer in layers if layer.module in present]
     last = footer(len(rows), still_there, model, skipped)
+    last += f"\n{told}" if told else ""
     unchanged = not new and len(still_there) == len(layers)
     return f"{table(rows, HEADER)}\n\n{last}{first_steps(layers) if unchanged else ''}"
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from torch_locoprop.config.groups import BOOKKEEPING, EMPTY, OF_OUTER, Group, check_agreement
-from torch_locoprop.config.presets import Given
+from torch_locoprop.config.presets import Given, told_unused
 from torch_locoprop.distributed import ddp
 from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast.dispatch import graphs
@@ -177,6 +177,11 @@ class LayerOptimizer(WithStateDict, Joins):
             shown = sorted(group.keys() - {"params", "initial_lr", *unused})
             lines += [f"    {name}: {group[name]}" for name in shown]
         return "\n".join([*lines, ")"])
+
+    def _told_unused(self) -> str:
+        """Return a sentence on settings that were given and have no effect; empty if there are none."""
+        solver = self._components.solver(self.defaults)
+        return told_unused(self._given.settings, solver, self.defaults["solver"])
 
     def _detect_transfers(self) -> None:
         """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
