@@ -50,7 +50,10 @@ def matching_problem(
 def test_proposition_1_natural_target_and_exact_solve_give_the_kfac_update(
     output_transfer: str,
 ) -> None:
-    """``w − ηγ ((I + η XᵀX) ⊗ D)⁻¹ vec(G)`` with a dense Kronecker product, D from the definition."""
+    """``w − ηγ ((I + η XᵀX) ⊗ D)⁻¹ vec(G)`` with a dense Kronecker product, D from the definition.
+
+    The update also minimizes Eq. 3 with the target ``a − γ D⁻¹ ∂L/∂a``: autograd's gradient is zero.
+    """
     eta, gamma, damping = 0.05, 2.0, 1e-3
     model, x, y = network(), batch(11, 6), batch(11, 3, seed=2)
     variant = Variant("natural", NaturalGradient(damping=damping), VARIANTS["natural-s"].loss)
@@ -72,7 +75,8 @@ def test_proposition_1_natural_target_and_exact_solve_give_the_kfac_update(
         a = module(a)
         if isinstance(module, torch.nn.Linear):
             pre_activations.append(a)
-    sampled = torch.autograd.grad(a, pre_activations, at_output)
+    sampled = torch.autograd.grad(a, pre_activations, at_output, retain_graph=True)
+    of_loss = torch.autograd.grad(F.mse_loss(a, y), pre_activations)
     gradients = [p.grad.clone() for p in model.parameters()]
     inputs = [x, torch.tanh(pre_activations[0]), torch.tanh(pre_activations[1])]
     opt.step()
@@ -92,6 +96,12 @@ def test_proposition_1_natural_target_and_exact_solve_give_the_kfac_update(
         )
         torch.testing.assert_close(after[2 * m + 1], before[2 * m + 1] + delta[:, -1])
         assert delta.abs().max() > 1e-6
+        old = torch.cat([before[2 * m], before[2 * m + 1][:, None]], 1)
+        new = torch.cat([after[2 * m], after[2 * m + 1][:, None]], 1).requires_grad_()
+        target = rows @ old.mT - gamma * torch.linalg.solve(fisher, of_loss[m].mT).mT
+        squared = 0.5 * (rows @ new.mT - target).square().sum()
+        (slope,) = torch.autograd.grad(squared + (new - old).square().sum() / (2 * eta), new)
+        assert slope.abs().max() < 1e-9 * (delta / eta).abs().max()
 
 
 @pytest.mark.parametrize("name", transfers.NAMES)
