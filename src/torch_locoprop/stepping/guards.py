@@ -40,8 +40,6 @@ def guarded(
         cap: the longest displacement, relative to the norm that ``cap_by`` names; None: no limit.
         cap_by: "weight" for the norm of the weight, otherwise that of the BackProp step.
     """
-    if not gate and cap is None:
-        return Guarded(new)
     start, gated, capped = problem.start, None, None
     backprop = problem.backprop_step
     if gate:

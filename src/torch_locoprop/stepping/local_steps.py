@@ -213,10 +213,9 @@ class LocalSteps:
 
     def _apply_solution(self, posed: Posed, new: Tensors, states: States) -> Directions:
         """Apply a solution as far as it is finite and the guards allow; return it as gradients."""
-        layer, trained, method, part, problem = posed[:5]
+        layer, part, group = posed.layer, posed.part, self.plan.group(posed.layer)
         if posed.fisher is not None:
-            states[next(iter(trained))]["fisher"] = posed.fisher
-        group = self.plan.group(layer)
+            states[next(iter(posed.trained))]["fisher"] = posed.fisher
         entries = [*new.values(), *_new_entries(states, posed.states)]
         settled = new.finite[0] if isinstance(new, Checked) else dispatch.finite(entries)
         if part is not None:
@@ -224,41 +223,20 @@ class LocalSteps:
         kept = [
             pair
             for name, state in states.items()
-            for pair in _state_pairs(self.state[trained[name]], state, settled, part)
+            for pair in _state_pairs(self.state[posed.trained[name]], state, settled, part)
         ]
-        cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
-        found = Guarded(new)
-        if group["gate"] or cap is not None:
-            found = guarded(problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
+        found = self._guarded(posed, new)
         ok = dispatch.finite(list(found.new.values())) if group["gate"] else settled
         if part is not None and group["gate"]:
             ok = part.agreed(ok)
-        layer.count("skipped", ~ok)
-        if found.gated is not None:
-            layer.count("gated", found.gated)
-        if found.capped is not None:
-            layer.count("capped", found.capped)
-        if self.measurements is not None:
-            self.measurements[layer.name] = measured(problem, found.new)
-        if group["steps"] == 0 and not self.has_outer and part is None:
-            layer.rescale_row_gradients()
-            of_row = row_factor(layer, group, self.terms)
-            layer.first_step = first_step.ratios(layer, problem, found.new, method.solver, of_row)
-        if part is None:
-            solution = {
-                trained[name]: layer.kind.restored(name, t, trained[name])
-                for name, t in found.new.items()
-            }
-            pairs: list[tuple[Tensor, Tensor]] = [(value, p) for p, value in solution.items()]
-        else:
-            solution = {trained[name]: part.restored(name, t) for name, t in found.new.items()}
-            pairs = [(value, local(p)) for p, value in solution.items()]
-        applied = pairs if self.apply == "replace" else []
+        _count(layer, found, ok)
+        self._measure(posed, found.new)
+        applied = _pairs(posed, found.new) if self.apply == "replace" else []
         if group["gate"]:
             dispatch.write(settled, kept)
             drop_momentum(
                 [
-                    {key: local(entry) for key, entry in self.state[trained[name]].items()}
+                    {key: local(entry) for key, entry in self.state[posed.trained[name]].items()}
                     for name in states
                 ],
                 found.gated,
@@ -266,13 +244,35 @@ class LocalSteps:
             dispatch.write(ok, applied)
         else:
             dispatch.write(ok, [*kept, *applied])
+        return self._directions(posed, found, ok)
+
+    def _guarded(self, posed: Posed, new: Tensors) -> Guarded:
+        """Return the solution after the guards of the layer's group."""
+        group = self.plan.group(posed.layer)
+        cap = None if self.has_outer and caps_outer(self.apply, group) else group["cap"]
+        if not group["gate"] and cap is None:
+            return Guarded(new)
+        return guarded(posed.problem, new, gate=group["gate"], cap=cap, cap_by=group["cap_by"])
+
+    def _measure(self, posed: Posed, new: Tensors) -> None:
+        """Measure a solution for ``diagnose=True``, and what the first step of all did."""
+        layer, group = posed.layer, self.plan.group(posed.layer)
+        if self.measurements is not None:
+            self.measurements[layer.name] = measured(posed.problem, new)
+        if group["steps"] == 0 and not self.has_outer and posed.part is None:
+            layer.rescale_row_gradients()
+            of_row = row_factor(layer, group, self.terms)
+            solver = posed.method.solver
+            layer.first_step = first_step.ratios(layer, posed.problem, new, solver, of_row)
+
+    def _directions(self, posed: Posed, found: Guarded, ok: Tensor) -> Directions:
+        """Return what an outer optimizer gets: the displacement or, in control runs, the gradient."""
         if self.apply == "nothing":
-            return {p: p.grad for p in solution if p.grad is not None}
-        if self.has_outer:
-            return as_gradients(
-                layer, problem, found, ok, method.is_backprop, self.plan.group_of, part
-            )
-        return {}
+            return {p: p.grad for p in posed.trained.values() if p.grad is not None}
+        if not self.has_outer:
+            return {}
+        layer, problem, is_backprop = posed.layer, posed.problem, posed.method.is_backprop
+        return as_gradients(layer, problem, found, ok, is_backprop, self.plan.group_of, posed.part)
 
     def _without_fisher(self, layer: LayerRecord, method: Method) -> Method:
         """Return a BackProp step for a layer first used between two samplings of labels."""
@@ -293,6 +293,24 @@ def may_have_kernels(plan: Plan, layer: LayerRecord) -> bool:
     parts = (method.variant, method.regularizer, method.solver, transfer, weight)
     all_rows = plan.group(layer)["max_rows"] is None
     return all_rows and dispatch.may_have_kernels(layer.kind.linear_map, *parts)
+
+
+def _count(layer: LayerRecord, found: Guarded, ok: Tensor) -> None:
+    """Count a solution that was skipped, rejected by the gate, or shortened by the cap."""
+    layer.count("skipped", ~ok)
+    if found.gated is not None:
+        layer.count("gated", found.gated)
+    if found.capped is not None:
+        layer.count("capped", found.capped)
+
+
+def _pairs(posed: Posed, new: Tensors) -> list[tuple[Tensor, Tensor]]:
+    """Return the new tensors of a layer in the module's shapes, each with the one to write over."""
+    kind, part = posed.layer.kind, posed.part
+    given = [(name, tensor, posed.trained[name]) for name, tensor in new.items()]
+    if part is None:
+        return [(kind.restored(name, tensor, p), p) for name, tensor, p in given]
+    return [(part.restored(name, tensor), local(p)) for name, tensor, p in given]
 
 
 def _forget_missing_calls(layer: LayerRecord) -> None:
