@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/,paper solvers config layers stepping recording repor
 	$(addprefix tests/promises/,test_architecture.py test_backprop_identity.py test_equations.py test_readme.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test test-distributed coverage check fuzz mutate soak matrix docs bench clean
+.PHONY: help demo quick lint test test-distributed coverage check fuzz mutate soak matrix docs bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,19 +32,21 @@ demo: $(DEMO) ## train four optimizers side by side on a small deep autoencoder,
 quick: $(DEV) ## run the tests of the mathematics and of one step: under 90 seconds on two cores
 	$(PYTEST) $(QUICK) -q -k "not compile"
 
-test: $(DEV) ## run all tests: under 12 minutes on two cores
-	$(PYTEST)
-
-test-distributed: $(DEV) ## run the longer tests with several processes, which `make test` leaves out
-	$(PYTEST) tests/distributed tests/stepping -m distributed
-
-coverage: $(DEV) ## run all tests and count lines, which takes half as long again; fails below 95% of src
-	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
-
-check: $(DEV) ## lint, format, types, then all tests with coverage: what a change has to pass
+lint: $(DEV) ## check lint, formatting and types, and change nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict src
+
+test: $(DEV) ## run all tests but those of test-distributed: under 12 minutes on two cores
+	$(PYTEST)
+
+test-distributed: $(DEV) ## run the longer tests with several processes, which `make test` leaves out
+	$(PYTEST) tests -m distributed
+
+coverage: $(DEV) ## run the tests of `make test` and count lines: half as long again; fails below 95% of src
+	$(PYTEST) --cov --cov-report=term-missing:skip-covered --cov-fail-under=95
+
+check: lint ## run lint, then the tests with coverage: what a change has to pass
 	$(MAKE) --no-print-directory coverage
 
 fuzz: $(DEV) ## compare random training programs with an oracle until Ctrl-C
