@@ -113,15 +113,23 @@ class LocalSteps:
             _forget_missing_calls(layer)
             posed = self._posed(layer, layers[layer])
             key = stacked_steps.stack_of(posed)
-            stacks.setdefault(layer.name if key is None else key, []).append(posed)
+            if key is None:
+                directions |= self._solve_stack([posed])
+            else:
+                stacks.setdefault(key, []).append(posed)
         for stack in stacks.values():
-            names, device = [posed.layer.name for posed in stack], stack[0].layer.given[0].device
-            with timed(self.measurements, names, device):
-                if len(stack) == 1:
-                    directions |= self._solve_posed(stack[0])
-                    continue
-                for posed, solution in zip(stack, stacked_steps.solved(stack), strict=True):
-                    directions |= self._apply_solution(posed, *solution)
+            directions |= self._solve_stack(stack)
+        return directions
+
+    def _solve_stack(self, stack: Sequence[Posed]) -> Directions:
+        """Solve problems whose steps can be stacked, or a single problem of any kind."""
+        names, device = [posed.layer.name for posed in stack], stack[0].layer.given[0].device
+        directions: Directions = {}
+        with timed(self.measurements, names, device):
+            if len(stack) == 1:
+                return self._solve_posed(stack[0])
+            for posed, solution in zip(stack, stacked_steps.solved(stack), strict=True):
+                directions |= self._apply_solution(posed, *solution)
         return directions
 
     def _solve_in_rounds(self, layers: Trained) -> Directions:
