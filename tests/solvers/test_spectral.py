@@ -361,7 +361,7 @@ def test_the_summary_names_layers_without_c(
 ) -> None:
     model = nn.Linear(inputs, 2)
     opt = LocoProp(model, output_transfer="linear", **settings)
-    note = "more than 8192 inputs (a bias counts as one): the step is taken without C"
+    note = 'no XᵀX: more than 8192 inputs with the bias; gram="block" uses blocks'
     assert (note in opt.summary()) == omits
     model(torch.randn(3, inputs)).square().mean().backward()
     opt.step()

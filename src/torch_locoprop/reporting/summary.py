@@ -27,10 +27,7 @@ FIRST_STEP = (
     "over their size, change of the weight over its size."
 )
 DETECTED_LATER = "transfer is detected in the first step"
-WITHOUT_GRAM = (
-    f"more than {WIDEST} inputs (a bias counts as one): the step is taken without C, or with "
-    'gram="block" with blocks of it'
-)
+WITHOUT_GRAM = f'no XᵀX: more than {WIDEST} inputs with the bias; gram="block" uses blocks'
 
 
 def summary_of(
@@ -103,7 +100,7 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, group: Group, in_model: bool)
 
 
 def _note_on_gram(layer: LayerRecord, solver: Solver, group: Group) -> str:
-    """Return a note if the layer's spectral steps are taken without C; otherwise an empty string."""
+    """Return a note if the layer's spectral steps are taken without XᵀX; otherwise an empty string."""
     with_bias = "bias" in layer.tensors and layer.tensors["bias"].requires_grad
     columns = layer.kind.matrix("weight", layer.like).shape[-1] + with_bias
     asked = Structure(group["gram"], group["block_size"])
