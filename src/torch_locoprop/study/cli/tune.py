@@ -76,7 +76,12 @@ Population = Annotated[
     int, typer.Option("--population", "-k", help="Trials trained together, as one model.")
 ]
 Sampler = Annotated[
-    str | None, typer.Option(help="tpe, or gp: a Gaussian process.  [dim]default: tpe[/dim]")
+    str | None,
+    typer.Option(
+        help="How settings are chosen: tpe (tree-structured Parzen estimator), near those of the best "
+        "trials; gp (Gaussian process), by a model of the loss, for few expensive trials.  "
+        "[dim]default: tpe[/dim]"
+    ),
 ]
 Pruning = Annotated[bool, typer.Option(help="End trials early that are worse than the median.")]
 Out = Annotated[

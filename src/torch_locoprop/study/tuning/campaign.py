@@ -63,7 +63,7 @@ def tune(
         folder: The folder of the search.
         trials: The number of trials to finish, counting those of all processes and earlier calls.
         population: Trials trained together, if the method allows it.
-        sampler: ``tpe``, or ``gp`` for a Gaussian process.
+        sampler: ``tpe``, a tree-structured Parzen estimator, or ``gp``, a Gaussian process.
         pruning: End trials early that are worse than the median of the others.
         storage: Where processes on several machines share the trials: the path of a journal file,
             ``sqlite:///FILE`` or ``postgresql://USER@HOST/DATABASE``. The folder then has the results
