@@ -44,7 +44,7 @@ class WithStateDict(WithFallback):
             if "fallback" not in group:
                 raise ValueError("This is not the state dict of a LocoProp optimizer.")
         # Flattening drops the state of an outer optimizer that the loading optimizer does not have.
-        has_outer = outer is not None or _moves_outer(state_dict["param_groups"])
+        has_outer = outer is not None or _has_outer_rates(state_dict["param_groups"])
         if has_outer != (self._outer is not None):
             raise ValueError(
                 "The state dict and this optimizer differ in apply=: one has an outer optimizer. Make "
@@ -102,6 +102,6 @@ class WithStateDict(WithFallback):
             ) from error
 
 
-def _moves_outer(groups: Iterable[Group]) -> bool:
-    """Return True if the groups of a state dict are of an optimizer with an outer optimizer."""
+def _has_outer_rates(groups: Iterable[Group]) -> bool:
+    """Return True if groups of a state dict have rates for an outer optimizer, which it then had."""
     return any(group.get("local_lr") is not None for group in groups)
