@@ -7,7 +7,7 @@ its settings only then. The command itself is ``torch_locoprop.study.cli``.
 import os
 
 SPINCOUNT = "1000"
-"""How often a thread looks for the others before it sleeps.
+"""The number of times that a thread checks for the others before it sleeps.
 
 By default the threads of a matrix product wait for each other busily. Where another program uses one of
 the cores, that makes every product up to ten times slower; where none does, a short wait costs nothing.

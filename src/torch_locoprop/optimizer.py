@@ -111,7 +111,7 @@ class LocoProp(WithParamGroups):
         **settings: Unpack[Settings],
     ) -> None:
         check_arguments(model, transfers, diagnose, cuda_graph, settings)
-        model = getattr(model, "_orig_mod", model)  # of torch.compile
+        model = getattr(model, "_orig_mod", model)  # the model inside torch.compile's wrapper
         self._model, self._apply, self._replays = model, apply, cuda_graph
         self._components, self._notices = Components(), Notices()
         self._given_transfers = dict(transfers or {})
@@ -290,7 +290,7 @@ class LocoProp(WithParamGroups):
         self._check_loadable(state_dict)
         own, of_outer = self._without_outer(state_dict)
         super().load_state_dict(own)
-        self._graphs.forget()  # they read the old state
+        self._graphs.forget()  # CUDA graphs read the old state
         self._load_outer(of_outer)
         self._counted = dict(state_dict.get("counts", {}))
         for layer in self._layers:

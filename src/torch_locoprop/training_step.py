@@ -72,9 +72,9 @@ class TrainingStep:
         # The step by its phase: a solver may do other work in every tenth step.
         self._repeated: dict[object, graphs.Repeated[Tensor]] = {}
         self._buffers: list[Tensor] = []  # the batch of the repeated step
-        self._work: list[object] = []  # what the repeated step does, see _work_now
-        self._form: list[tuple[Any, ...]] = []  # of the batches of the repeated step
-        self._places: dict[int, Tensor] = {}  # where it reads them, by their index in the batch
+        self._work: list[object] = []  # key of what the repeated step does, see _work_now
+        self._form: list[tuple[Any, ...]] = []  # form of the batches of the repeated step
+        self._places: dict[int, Tensor] = {}  # tensors that the step reads, by index in the batch
         self._others = 0  # batches of another form since the last one of this form
 
     def __call__(self, inputs: Any, *targets: Any) -> Tensor:
@@ -153,7 +153,7 @@ class TrainingStep:
             if not records:
                 raise
             self._repeated = {}
-            self._optimizer.zero_grad()  # of gradients that no kernel has computed
+            self._optimizer.zero_grad()  # no kernel has computed these gradients
             if not isinstance(error, RuntimeError):
                 raise
             self._failed = True
@@ -185,7 +185,7 @@ class TrainingStep:
     def _note_replay(self, parameters: Sequence[Tensor]) -> None:
         """Do what a step does on the host, for autograd, for schedulers and for the optimizer."""
         torch.autograd.graph.increment_version(parameters)
-        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler notes it
+        self._optimizer._opt_called = True  # type: ignore[attr-defined]  # schedulers check it
         if hasattr(self._optimizer, "count_replayed_step"):
             self._optimizer.count_replayed_step()
 
@@ -215,7 +215,7 @@ class TrainingStep:
                 tensors += module._buffers.values()
         key += [t is not None and t.requires_grad for t in tensors]
         for group in self._optimizer.param_groups:
-            tensors.append(group["lr"])  # on the device
+            tensors.append(group["lr"])  # a tensor on the device
             key += [_value(entry) for name, entry in group.items() if name not in _MOVING]
         for p in parameters:
             key.append((p.shape, p.stride()))

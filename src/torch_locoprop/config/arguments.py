@@ -42,7 +42,7 @@ def with_settings(cls: C) -> C:
     first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     whole = signature.replace(parameters=[first, *own, *settings])
     setattr(cls.__init__, "__signature__", whole)  # noqa: B010  # not of the class: subclasses inherit it
-    if cls.__doc__ is not None:  # which python -OO removes
+    if cls.__doc__ is not None:  # python -OO removes docstrings
         cls.__doc__ = cls.__doc__.replace("{settings}", _settings()).replace(
             "{presets}", _presets()
         )

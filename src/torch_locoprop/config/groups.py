@@ -17,12 +17,12 @@ Group = dict[str, Any]
 
 BOOKKEEPING: dict[str, Any] = {
     "local_lr": None,  # lr of the local problem, where an outer optimizer's schedule moves lr
-    "fallback": False,  # whether the group belongs to the fallback
+    "fallback": False,  # True: the group belongs to the fallback
     "steps": 0,  # steps taken so far
-    "state_of": None,  # the solver whose state there is, or EMPTY
+    "state_of": None,  # the solver that made the states of the parameters, or EMPTY
 }
 EMPTY = "nothing"  # the states have no content
-# With outer=, a key of the first group. It holds None; in a state dict, it holds the state dict of the
+# With outer=, a key of the first group. Its value is None; in a state dict, it is the state dict of the
 # outer optimizer without the states of parameters.
 OF_OUTER = "outer"
 OUTER_PREFIX = "outer."  # the names of the outer optimizer's entries in the state of a parameter

@@ -100,7 +100,7 @@ def resolved(given: Mapping[str, Any], preset: str | None = None) -> dict[str, A
     """
     if preset is not None and preset not in PRESETS:
         meant = str(preset).lower().removeprefix("paper-").replace("locoprop-", "paper-")
-        close = did_you_mean(meant, PRESETS)  # the paper's names of variants are meant as presets
+        close = did_you_mean(meant, PRESETS)  # for `locoprop-m` the message suggests `paper-m`
         raise ValueError(f"Unknown preset {preset!r}.{close} Known: {', '.join(PRESETS)}.")
     chosen = PRESETS[_implied(given) if preset is None else preset]
     return {**DEFAULTS, **chosen.settings, **_of_solver(given.get("solver")), **given}
@@ -108,7 +108,7 @@ def resolved(given: Mapping[str, Any], preset: str | None = None) -> dict[str, A
 
 @dataclass(frozen=True)
 class Given:
-    """What the user has given to the constructor: settings, and the name of a preset or None."""
+    """The settings that the user has given to the constructor, and the name of a preset or None."""
 
     settings: Mapping[str, Any]
     preset: str | None

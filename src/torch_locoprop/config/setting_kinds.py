@@ -18,10 +18,10 @@ class Setting:
 
     default: Any
     meaning: str
-    per_tensor: bool = False  # weight and bias of one layer may differ in it
-    in_plan: bool = True  # what hooks record for the next step depends on it
+    per_tensor: bool = False  # weight and bias of one layer may have different values
+    in_plan: bool = True  # the setting decides what hooks record for the next step
     in_graph_key: bool = True  # a CUDA graph recorded with another value must not be replayed
-    names_method: bool = False  # given without preset=, it starts from the paper's values
+    names_method: bool = False  # giving it without preset= starts from the paper's values
 
     def check(self, name: str, value: object) -> None:
         """Raise ``ValueError`` unless the value is allowed."""
@@ -32,7 +32,7 @@ class Number(Setting):
     """A real number in a range; it enters the solution only, so no plan depends on it."""
 
     above: float = 0.0
-    may_equal: bool = True  # whether the lower bound is allowed
+    may_equal: bool = True  # the lower bound itself is allowed
     below: float = math.inf
     optional: bool = False  # None is allowed
     in_plan: bool = False

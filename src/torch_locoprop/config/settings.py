@@ -60,8 +60,8 @@ Rate = Annotated[
         in_graph_key=False,  # a CUDA graph reads it from the device
         meaning="the learning rate: in the spectral step entries of a weight move by about 0.2 lr; in "
         "local iterations it is the step η, and BackProp's learning rate corresponds to lr · gamma; "
-        "with ``preconditioned`` it is the part of the way to the local solution, at most 1. None is "
-        "the preset's or the solver's.",
+        "with ``preconditioned`` it is the part of the way to the local solution, at most 1. None "
+        "takes the value of the preset or the solver.",
     ),
 ]
 
@@ -234,7 +234,8 @@ class Settings(TypedDict, total=False):
             may_equal=False,
             optional=True,
             meaning="longest displacement of a layer, weight and bias together, relative to the norm "
-            "that ``cap_by`` names. None is no cap, and a norm of zero caps nothing.",
+            "that ``cap_by`` names. None is no cap, and the cap has no effect if that "
+            "norm is zero.",
         ),
     ]
     cap_by: Annotated[
@@ -245,8 +246,8 @@ class Settings(TypedDict, total=False):
             meaning="``weight``: the cap is relative to the norm of the layer's weight; with "
             '``apply="gradient"`` it bounds the step that ``outer`` takes, weight decay included. '
             "``backprop``: it is relative to the step ``lr · gamma · G``; with "
-            '``apply="gradient"`` it bounds the gradient that ``outer`` is given, of whose length '
-            "AdamW and Muon take no notice.",
+            '``apply="gradient"`` it bounds the gradient that ``outer`` is given; AdamW and '
+            "Muon ignore its length.",
         ),
     ]
     gate: Annotated[

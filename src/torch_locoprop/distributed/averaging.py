@@ -1,4 +1,4 @@
-"""Which processes average the gradients of one model, as its forward passes show.
+"""The processes that average the gradients of one model, as its forward passes show.
 
 What the processes of ``DistributedDataParallel`` exchange is in ``ddp.py``.
 """
@@ -17,7 +17,7 @@ from torch_locoprop.distributed.pipeline import Pipeline, pipeline_of
 
 
 class Averaging:
-    """Which processes average the gradients of a model.
+    """Keeps which processes average the gradients of a model, and the state of ``Join``.
 
     Args:
         layers: the layers with a local problem.
@@ -27,12 +27,12 @@ class Averaging:
         self.processes: Any = None  # the process group that averages gradients, once seen
         self.averaged = True  # the last forward pass was not under no_sync()
         self.wrapper: weakref.ref[Any] | None = None  # the DDP module, if it may run inside of Join
-        self.has_joined = False  # in that context, this process has run out of batches
+        self.has_joined = False  # inside of Join, this process has run out of batches
         self._layers = layers
 
     @cached_property
     def pipeline(self) -> Pipeline:
-        """Whether the layers are stages of a pipeline; searched for once."""
+        """The facts about pipeline stages that contain the layers; searched for once."""
         return pipeline_of(self._layers)
 
     @property

@@ -1,4 +1,4 @@
-"""How much processes exchange in a step, as formulas.
+"""The traffic between processes in a step, as formulas.
 
 Symbols: P processes, each with r input rows of a layer; W is ``[d, n]``; numbers of ``itemsize`` bytes.
 Bytes are those of the tensor that a collective leaves in each process. A process sends (P − 1)/P of
@@ -52,12 +52,14 @@ class Traffic(NamedTuple):
 
 
 def of_all_layers(layers: int, processes: int) -> Traffic:
-    """Return the exchange of facts, once a step for all layers together."""
+    """Return the traffic of facts, once a step for all layers together."""
     return Traffic(gathers=1, gathered_bytes=8 * processes * (FACTS * layers + 1))
 
 
 def through_gram(n: int, itemsize: int, structure: Structure = FULL) -> Traffic:
-    """Return LocoProp-S through XᵀX, or a closed form: ``[XᵀX; 1ᵀX]`` of all rows, or parts of it.
+    """Return the traffic of LocoProp-S through XᵀX, or of a closed form.
+
+    Processes add up ``[XᵀX; 1ᵀX]`` of all rows, or parts of it.
 
     Args:
         n: input features.
@@ -68,7 +70,7 @@ def through_gram(n: int, itemsize: int, structure: Structure = FULL) -> Traffic:
 
 
 def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
-    """Return LocoProp-M where rows are gathered: the input rows of all processes, once.
+    """Return the traffic of LocoProp-M where rows are gathered: the input rows of all processes, once.
 
     Args:
         rows: r, the largest number of rows of a process.
@@ -81,23 +83,24 @@ def by_rows(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
 
 
 def by_images(calls: int, dimensions: int, numbers: int, processes: int, itemsize: int) -> Traffic:
-    """Return LocoProp-M of a convolution: the images of all processes, once.
+    """Return the traffic of LocoProp-M of a convolution: the images of all processes, once.
 
     Args:
         calls: the largest number of calls of the layer in a process.
-        dimensions: of an image, 1 to 3.
+        dimensions: dimensions of an image, 1 to 3.
         numbers: the largest number of numbers that the images of a process have.
         processes: P.
         itemsize: bytes of a number.
     """
-    counts = 2 + calls * (2 + 3 * dimensions)  # how many there are, shapes, paddings, output sizes
+    counts = 2 + calls * (2 + 3 * dimensions)  # of each call shape, padding and output size
     gathered = processes * (8 * counts + numbers * itemsize)
     return Traffic(gathers=3, gathered_bytes=gathered).plus(_finite())
 
 
 def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsize: int) -> Traffic:
-    """Return LocoProp-M where weights are exchanged: at the start and in each iteration but the first.
+    """Return the traffic of LocoProp-M where weights are exchanged.
 
+    They are exchanged at the start and in each iteration but the first.
     Each process gathers ``[W b]`` for its own input rows. The sum of their gradients goes back to the
     processes that have the rows of ``[W b]``.
 
@@ -108,7 +111,7 @@ def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsi
         processes: P.
         itemsize: bytes of a number.
     """
-    own = -(-d // processes) * columns * itemsize  # as many as the process with most rows
+    own = -(-d // processes) * columns * itemsize  # bytes of the largest part
     return Traffic(
         gathers=local_steps,
         gathered_bytes=local_steps * processes * own,
@@ -120,7 +123,7 @@ def by_iterations(d: int, columns: int, local_steps: int, processes: int, itemsi
 def spectral(
     n: int, itemsize: int, *, renews: bool, agreement: bool, structure: Structure = FULL
 ) -> Traffic:
-    """Return the spectral step without its polar factor: XᵀX where it is renewed, and a few numbers.
+    """Return the traffic of a spectral step without its polar factor: XᵀX if renewed, few numbers.
 
     Args:
         n: input features.
@@ -138,7 +141,7 @@ def spectral(
 def polar_factors(
     shapes: Sequence[tuple[int, int]], processes: int, rank: int, itemsize: int
 ) -> Traffic:
-    """Return the polar factors of all spectral steps: rows go to the owners of matrices and back.
+    """Return the traffic of all polar factors: rows go to the owners of matrices and back.
 
     A process is left with all rows of the matrices that it owns, then with its own rows of all.
 
@@ -165,7 +168,7 @@ def polar_factors(
 
 
 def same_inputs() -> Traffic:
-    """Return LocoProp-S or -M, or a closed form, where all processes have the same input rows.
+    """Return the traffic of LocoProp-S or -M, or of a closed form, in tensor parallelism.
 
     All processes have the same input rows in tensor parallelism. The spectral step of tensor
     parallelism is :func:`spectral` without renewals of XᵀX.
@@ -176,7 +179,7 @@ def same_inputs() -> Traffic:
 def row_parallel(
     shape: tuple[int, int], rows: int, processes: int, rank: int, itemsize: int, *, bias: bool
 ) -> Traffic:
-    """Return what a ``RowwiseParallel`` layer exchanges besides: its columns for rows, and back.
+    """Return the further traffic of a ``RowwiseParallel`` layer: columns for rows, and back.
 
     The all-to-alls are those of the weight, of its gradient, and of the solution. The all-gathers are
     those of input features and of the bias of the solution.
@@ -205,12 +208,12 @@ def row_parallel(
 
 
 def of_all_layers_in_ddp(layers: int) -> Traffic:
-    """Return the exchange of facts, once a step for all layers together."""
+    """Return the traffic of facts, once a step for all layers together."""
     return Traffic(reductions=1, reduced_bytes=8 * (DDP_FACTS * layers + 2))
 
 
 def square_in_ddp(columns: int, itemsize: int, structure: Structure = FULL) -> Traffic:
-    """Return a closed form or a spectral step that renews C: C of all rows, or parts of it.
+    """Return the traffic of C, in a closed form or a spectral step that renews C.
 
     Args:
         columns: columns of ``[W b]``.
@@ -221,12 +224,12 @@ def square_in_ddp(columns: int, itemsize: int, structure: Structure = FULL) -> T
 
 
 def gram_in_ddp(n: int, itemsize: int) -> Traffic:
-    """Return LocoProp-S through XᵀX: XᵀX, 1ᵀX and the number of rows."""
+    """Return the traffic of LocoProp-S through XᵀX: XᵀX, 1ᵀX and the number of rows."""
     return Traffic(reductions=3, reduced_bytes=(n * n + n + 1) * itemsize)
 
 
 def by_iterations_in_ddp(d: int, n: int, bias: bool, local_steps: int, itemsize: int) -> Traffic:
-    """Return LocoProp-M with rows that stay where they are: a gradient for each iteration but one."""
+    """Return the traffic of LocoProp-M with rows that stay: a gradient in each iteration but one."""
     later = local_steps - 1
     size = d * (n + bias) * itemsize
     return Traffic(reductions=later * (1 + bias), reduced_bytes=later * size)
@@ -235,7 +238,7 @@ def by_iterations_in_ddp(d: int, n: int, bias: bool, local_steps: int, itemsize:
 def preconditioned_in_ddp(
     d: int, n: int, bias: bool, local_steps: int, itemsize: int, *, slopes: bool
 ) -> Traffic:
-    """Return preconditioned iterations with rows that stay where they are.
+    """Return the traffic of preconditioned iterations with rows that stay where they are.
 
     Exchanged are C, the mean slopes of the transfer, the gradients, and in each iteration the slopes of
     the losses of all outputs at the start of the step and at each length of it that is tried.
@@ -255,7 +258,7 @@ def preconditioned_in_ddp(
 
 
 def rows_in_ddp(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
-    """Return the input rows of all processes, for outputs that are divided among these.
+    """Return the traffic of input rows to all processes, which divide the outputs among them.
 
     Args:
         rows: r, the rows of each process; of a convolution 1.
@@ -267,7 +270,7 @@ def rows_in_ddp(rows: int, n: int, processes: int, itemsize: int) -> Traffic:
 
 
 def outputs_in_ddp(d: int, columns: int, entries: int, processes: int, itemsize: int) -> Traffic:
-    """Return the solution of outputs that were divided among the processes, with the solver's state.
+    """Return the traffic of the solution and the state of outputs that processes have divided.
 
     Args:
         d: outputs.
@@ -276,14 +279,14 @@ def outputs_in_ddp(d: int, columns: int, entries: int, processes: int, itemsize:
         processes: P.
         itemsize: bytes of a number.
     """
-    rows = processes * -(-d // processes)  # each process sends as many as the one with most
+    rows = processes * -(-d // processes)  # every process sends the largest number of rows
     return Traffic(gathers=1, gathered_bytes=rows * columns * (1 + entries) * itemsize)
 
 
 def polar_factors_in_ddp(
     shapes: Sequence[tuple[int, int]], processes: int, itemsize: int
 ) -> Traffic:
-    """Return the polar factors of all spectral steps: each from its owner to all processes.
+    """Return the traffic of all polar factors: each goes from its owner to all processes.
 
     Args:
         shapes: ``[d, columns]`` of each ``[W b]``, from the last layer to the first.
@@ -302,9 +305,9 @@ def closed_forms_in_ddp(
     itemsize: int,
     structure: Structure = FULL,
 ) -> Traffic:
-    """Return the closed forms of all layers: each from its owner to all processes.
+    """Return the traffic of all closed forms: each goes from its owner to all processes.
 
-    C is :func:`square_in_ddp`.
+    The traffic of C is :func:`square_in_ddp`.
 
     Args:
         shapes: ``[d, columns]`` of each ``[W b]``, from the last layer to the first.
@@ -325,20 +328,20 @@ def closed_forms_in_ddp(
 def _computed(
     numbers: Sequence[int], work: Sequence[int], processes: int, itemsize: int
 ) -> Traffic:
-    """Return results that are each computed by one process, in one all-gather for each round."""
+    """Return the traffic of results that are each computed by one process: an all-gather a round."""
     total, size = Traffic(), divided_matrices.MATRICES * processes
     for start in range(0, len(work), size):
         owners = divided_matrices.owners(work[start : start + size], processes)
         owned = [0] * processes
         for number, owner in zip(numbers[start : start + size], owners, strict=True):
             owned[owner] += number
-        gathered = processes * max(owned) * itemsize  # each sends as much as the one with most
+        gathered = processes * max(owned) * itemsize  # every process sends the largest size
         total = total.plus(Traffic(gathers=1, gathered_bytes=gathered))
     return total
 
 
 def _gram(n: int, itemsize: int, structure: Structure) -> Traffic:
-    """Return the sum of XᵀX over the rows of all processes."""
+    """Return the traffic of the sum of XᵀX over all processes."""
     columns = n + structure.ones
     numbers = (n + 1) * n
     if structure.reduces(columns):
@@ -347,5 +350,5 @@ def _gram(n: int, itemsize: int, structure: Structure) -> Traffic:
 
 
 def _finite() -> Traffic:
-    """Return the exchange of one flag: whether the solution of a layer is finite."""
+    """Return the traffic of one flag: whether the solution of a layer is finite."""
     return Traffic(reductions=1, reduced_bytes=4)

@@ -22,7 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_locoprop.distributed.live_objects import instances
 
 DDP_FACTS = 8  # numbers that a process tells about a layer
-_SOME_DROPPED = -(2**50)  # in place of a squared number of rows, with which no sum is a square
+# A process that has dropped rows sends this in place of its squared number of rows: with a negative
+# sum, the processes do not count as having equal numbers of rows.
+_SOME_DROPPED = -(2**50)
 
 JOIN_WITHOUT_OPTIMIZER = (
     "The Join context of torch.distributed was entered without the optimizer, but a process that has "
@@ -32,26 +34,26 @@ JOIN_WITHOUT_OPTIMIZER = (
 
 
 class LayerFacts(NamedTuple):
-    """What one process knows about a layer in this step."""
+    """The facts that one process knows about a layer in this step."""
 
     rows: int  # number of rows
     kept: int  # number of rows that were kept
     has_rows: bool  # rows, or XᵀX, were recorded
     has_gram: bool  # XᵀX was kept in place of rows
     role: str  # transfer and place in the model; must be the same in all processes
-    shapes: str = ""  # of inputs whose shapes do not follow from the number of rows
+    shapes: str = ""  # shapes of inputs, if they do not follow from the number of rows
 
 
 @dataclass(frozen=True)
 class SharedFacts:
-    """What every process knows about a layer after the exchange of :class:`LayerFacts`."""
+    """The facts that every process knows about a layer after the exchange of :class:`LayerFacts`."""
 
     group: Any  # the process group of torch.distributed
     rows: int  # number of rows of all processes
     all_have_rows: bool  # every process has rows and the same role of the layer
     some_have_gram: bool  # at least one process keeps XᵀX in place of its rows
     active: int  # number of processes that have a batch in this step
-    divisor: int  # by which DDP divides sums of gradients over the processes
+    divisor: int  # DDP divides sums of gradients over the processes by this
     has_joined: bool  # this process has run out of batches, inside of Join
     # All processes have the same number of rows, from inputs of the same shapes, and have kept all.
     equal_rows: bool
@@ -138,7 +140,7 @@ def averaging_processes(*, joins: bool) -> Any:
 def are_averaged() -> bool:
     """Return True if the DDP module whose forward pass is running will average gradients.
 
-    Inside the context ``no_sync()`` it will not.
+    Inside the context ``no_sync()`` DDP does not average.
     """
     wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return wrapper is None or bool(wrapper.require_backward_grad_sync)
@@ -147,8 +149,8 @@ def are_averaged() -> bool:
 def is_tensor_parallel(model: nn.Module) -> bool:
     """Return True if all processes share the layers of a model, and so have the same rows.
 
-    Parameters that ``fully_shard`` distributes are DTensors too, but its processes have other rows. So
-    have processes outside of the mesh of a parameter.
+    Return False under ``fully_shard``: its parameters are DTensors too, but its processes have
+    different rows. Return False too if the mesh of the parameters has not all processes.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -193,7 +195,7 @@ def agree(
         rows, with_rows, with_gram, roles, squares, of_rows, shapes, of_shapes = of_layers[
             DDP_FACTS * i : DDP_FACTS * (i + 1)
         ]
-        equal_roles = world * squares == roles**2  # by the Cauchy–Schwarz inequality
+        equal_roles = world * squares == roles**2  # equality in Cauchy–Schwarz
         all_have_rows = equal_roles and with_rows == world
         equal_rows = world * of_rows == rows**2 and world * of_shapes == shapes**2
         facts = (int(rows), all_have_rows, with_gram > 0, *members, equal_rows)
@@ -253,7 +255,7 @@ def wrapper_of(layers: Collection[nn.Module]) -> DistributedDataParallel | None:
         RuntimeError: if there are several.
     """
     found = _wrappers_of(layers)
-    if len(found) > 1:  # an earlier one may be waiting for the garbage collector
+    if len(found) > 1:  # an earlier wrapper may be waiting for the garbage collector
         found = []
         gc.collect()
         found = _wrappers_of(layers)

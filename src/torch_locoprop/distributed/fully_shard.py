@@ -32,23 +32,21 @@ from torch_locoprop.distributed.collectives import (
 from torch_locoprop.layers.base import is_distributed
 
 NAMES = ("weight", "bias")
-NO_GRADIENT = -1  # in place of a number of passes: the layer does not move
+NO_GRADIENT = -1  # ShardFacts.begins of a layer without a gradient, which does not move
 
 
 @dataclass(frozen=True, eq=False)
 class Shards:
     """The rows of a layer's tensors that this process has, and the exchange with other processes.
 
-    The processes are a mesh. Along some of its dimensions rows of tensors are divided, along others
-    they are replicated (HSDP). Along those of ``fully_shard`` the processes have input rows of their
-    own, along that of tensor parallelism they have the same.
+    The processes are a mesh. Along some dimensions of the mesh rows of tensors are divided, along
+    others they are replicated (HSDP). Along the dimensions of ``fully_shard`` the processes have
+    different input rows, along the dimension of tensor parallelism they have the same.
     """
 
     mesh: Any  # the device mesh of torch.distributed
-    divided: tuple[
-        int, ...
-    ]  # its dimensions along which rows of tensors are divided, in this order
-    data: tuple[int, ...]  # its dimensions along which processes have input rows of their own
+    divided: tuple[int, ...]  # mesh dimensions that divide the tensors' rows, in this order
+    data: tuple[int, ...]  # mesh dimensions along which processes have different input rows
     d: int  # size of the weight's first dimension in all processes together
     tensors: Mapping[str, nn.Parameter]  # the sharded parameters by name
     divides_features = False  # each process has some of the input features only
@@ -77,7 +75,7 @@ class Shards:
 
     @property
     def pieces(self) -> list[int]:
-        """The number of the weight's rows before the first division, and after each of them."""
+        """The number of the weight's rows: all of them, then this process's after each division."""
         counts = [self.d]
         for i in self.divided:
             counts.append(row_counts(counts[-1], self.mesh.size(i))[self.mesh.get_local_rank(i)])
@@ -169,7 +167,10 @@ class Shards:
         return rows
 
     def counted_once(self, name: str, part: Tensor) -> Tensor:
-        """Return what sums over all processes have to count of this process's part of a parameter."""
+        """Return the entries of this process's part that it counts in a sum over all processes.
+
+        Entries that several processes have are counted by one of them.
+        """
         return part
 
     # ---- input rows ------------------------------------------------------------------------------
@@ -208,7 +209,7 @@ class Shards:
 
     @property
     def data_ranks(self) -> list[int]:
-        """The places, among all processes of the mesh, of those with all the input rows there are."""
+        """The ranks in the mesh of processes that have, together, all input rows of the batch."""
         places = torch.arange(self.mesh.size()).view(self.mesh.shape)
         for i in range(self.mesh.ndim):
             if i not in self.data:
@@ -226,9 +227,9 @@ class Shards:
 
 
 class ShardFacts(NamedTuple):
-    """What one process knows about a sharded layer in this step."""
+    """The facts that one process knows about a sharded layer in this step."""
 
-    begins: int  # number of passes before those that it has recorded, or NO_GRADIENT
+    begins: int  # number of passes before the first recorded one, or NO_GRADIENT
     rows: int  # number of input rows
     kept: int  # number of input rows that were kept
     has_rows: bool  # rows, or XᵀX, were recorded
@@ -238,12 +239,12 @@ class ShardFacts(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedShardFacts:
-    """What every process knows about a sharded layer after the exchange of :class:`ShardFacts`."""
+    """The facts that every process knows about a sharded layer after exchanging :class:`ShardFacts`."""
 
-    of_each: tuple[tuple[int, int], ...]  # rows, and rows that were kept, of each process
+    of_each: tuple[tuple[int, int], ...]  # (rows, kept rows) of each process
     all_have_rows: bool  # every process has rows and the same role of the layer
     some_have_gram: bool  # at least one process keeps XᵀX in place of its rows
-    begins: tuple[int, ...]  # of each process: passes before those that count, or NO_GRADIENT
+    begins: tuple[int, ...]  # ShardFacts.begins of each process
 
     @property
     def processes(self) -> int:

@@ -1,4 +1,4 @@
-"""Finds the objects of PyTorch around a model that no reference leads to."""
+"""Finds live objects of a class, such as the DDP modules around a model, which does not know them."""
 
 from __future__ import annotations
 

@@ -19,16 +19,16 @@ from torch_locoprop.distributed.live_objects import instances
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Whether the layers of a model are stages of a pipeline, and of how many processes."""
+    """The facts about pipeline stages that contain the layers of a model."""
 
     is_used: bool  # all of the layers belong to stages
-    has_all_processes: bool  # no other process has the same layers
+    has_all_processes: bool  # the stages take all processes: no two have the same layers
 
 
 def pipeline_of(layers: Collection[nn.Module]) -> Pipeline:
-    """Return whether layers are in stages of a pipeline, and whether all processes are stages.
+    """Return the facts about the pipeline stages that contain the layers.
 
-    All objects of this process are searched for stages, so the answer should be kept.
+    All objects of this process are searched for stages, so keep the result.
     """
     stages = _stages()
     inside = {module for stage in stages for module in stage.submod.modules()}

@@ -108,7 +108,7 @@ def _are_served(weight: Any, data: int) -> bool:
     """
     first, rest = weight.placements[:data], weight.placements[data:]
     by_rows = all(each.is_replicate() or _dimension(each) == 0 for each in first)
-    dimensions = (0, 1) if weight.dim() == 2 else (0,)  # of convolutions, rows alone
+    dimensions = (0, 1) if weight.dim() == 2 else (0,)  # convolutions: rows only
     known = all(each.is_replicate() or _dimension(each) in dimensions for each in rest)
     return by_rows and known and len(rest) <= 1
 

@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-# PyTorch permits one capture at a time. A capture inside another one gets its error, not a deadlock.
+# PyTorch permits one capture at a time. A capture inside another one raises PyTorch's error and
+# does not wait forever.
 _ONE_CAPTURE = threading.RLock()
 
 

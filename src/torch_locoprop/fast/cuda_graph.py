@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from torch_locoprop.fast.cuda_capture import capture
 
-DEVICE_TYPES = ("cuda",)  # of devices with streams and CUDA graphs; tests emulate them on others
+DEVICE_TYPES = ("cuda",)  # types of devices with streams and CUDA graphs; tests emulate others
 
 T = TypeVar("T")
 Group = dict[str, Any]
@@ -34,7 +34,7 @@ Directions = dict[nn.Parameter, Tensor]
 Solve = Callable[[], Directions]
 
 # Number of steps of one kind that run eagerly before one is recorded. Libraries such as cuBLAS choose
-# their kernels in them.
+# their kernels in these steps.
 EAGER_STEPS = 3
 # A tensor whose address has changed more often than this is copied from then on. One change is allowed
 # because the recording itself changes which memory is free. Any other use of memory between steps, such
@@ -135,7 +135,7 @@ class Work(NamedTuple):
     key: list[object]  # equal for steps that do the same work
     held: list[Tensor]  # the tensors that the key identifies by their id
     moving: list[nn.Parameter]  # the parameters that the step moves
-    inputs: list[Tensor]  # made by backward passes: inputs of all layers, then gradients
+    inputs: list[Tensor]  # inputs of all layers, then gradients, from the passes
     is_fixed: Callable[[], bool]  # returns True if the host decides nothing in the step
     reading: Callable[[Sequence[Tensor]], AbstractContextManager[None]]  # replaces `inputs` inside
 
@@ -149,11 +149,11 @@ class _StepKind:
     steps: int = 0  # number of steps so far
     recordings: int = 0  # number of recordings so far
     recording: Recording[Directions] | None = None
-    addresses: list[int] = field(default_factory=list)  # of the inputs in the last step
-    moves: list[int] = field(default_factory=list)  # how often the address of each has changed
-    read_addresses: list[int] = field(
-        default_factory=list
-    )  # of the inputs that the recording reads
+    # Addresses of the inputs in the last step, and how often the address of each input has changed.
+    addresses: list[int] = field(default_factory=list)
+    moves: list[int] = field(default_factory=list)
+    # Addresses of the inputs that the recording reads.
+    read_addresses: list[int] = field(default_factory=list)
     copies: dict[int, Tensor] = field(default_factory=dict)  # read in place of inputs, by index
 
     def count_moves(self, inputs: Sequence[Tensor]) -> None:

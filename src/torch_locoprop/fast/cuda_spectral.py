@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_locoprop.paper import spectral
 from torch_locoprop.paper.gram import full_products
 
-MULTIPLE = 16  # of rows and columns; a multiple of 64 is not faster
+MULTIPLE = 16  # rows and columns are padded to multiples of it; 64 is not faster
 STRIP = 1024  # rows of an inverse triangular matrix that are multiplied at a time
 
 

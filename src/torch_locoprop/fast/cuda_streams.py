@@ -63,7 +63,7 @@ def side_streams(most: int = MANY_STREAMS) -> Iterator[SideStream]:
 
 overlapping = False  # True inside of overlapping_backward()
 _early = True  # work may leave the main stream before the backward pass has ended
-_gradient_stream: torch.cuda.Stream | None = None  # of the layer whose backward pass is running
+_gradient_stream: torch.cuda.Stream | None = None  # stream of the layer whose backward pass runs
 _used_gradient_streams: list[torch.cuda.Stream] = []
 _read: list[Tensor] = []  # tensors that the gradient streams read: they must not be overwritten
 

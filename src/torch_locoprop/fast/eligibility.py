@@ -1,4 +1,4 @@
-"""Which local problems have a form that the fast paths can solve.
+"""Decides which local problems have a form that the fast paths can solve.
 
 The conditions on devices and sizes are in ``triton/local_iterations.py`` and ``cpu_onednn.py``.
 """

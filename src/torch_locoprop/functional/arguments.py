@@ -54,7 +54,7 @@ def with_gram(grad: Tensor, gram: Tensor) -> tuple[Tensor, StructuredGram]:
 
 
 def first_order_solver(solver: str | Solver, eps: Number) -> FirstOrder:
-    """Return the solver of local iterations that is meant.
+    """Return a first-order solver, given itself or its name.
 
     Raises:
         ValueError: if there is no such first-order solver.
@@ -71,10 +71,10 @@ def first_order_solver(solver: str | Solver, eps: Number) -> FirstOrder:
 
 
 def regularizer_without_fisher(regularizer: str | Regularizer | None) -> Regularizer:
-    """Return the regularizer that is meant; None is none.
+    """Return a regularizer, given itself or its name; None means no regularizer.
 
     Raises:
-        ValueError: if it needs a Fisher matrix, which no function takes.
+        ValueError: if there is no such regularizer, or if it needs a Fisher matrix.
     """
     found = _named("regularizer", "none" if regularizer is None else regularizer, REGULARIZERS)
     if not isinstance(found, Regularizer) or found.needs:

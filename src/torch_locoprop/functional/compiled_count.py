@@ -1,4 +1,4 @@
-"""What the hooks of :class:`~.input_gram.InputGram` do while ``torch.compile`` traces them.
+"""The code that hooks of :class:`~.input_gram.InputGram` run while ``torch.compile`` traces them.
 
 A traced hook inserts an operator that counts the rows when the compiled graph runs. Importing this
 module imports the compiler, so only traced hooks import it.

@@ -268,7 +268,8 @@ class CountHook(WeakHook):
             owner.count(module, x, output)
 
 
-hooks: weakref.WeakValueDictionary[str, CountHook] = weakref.WeakValueDictionary()  # by key
+# The hooks of all recorders by their keys, by which compiled graphs find them.
+hooks: weakref.WeakValueDictionary[str, CountHook] = weakref.WeakValueDictionary()
 
 
 def _hook_for(owner: InputGram, module: nn.Module) -> CountHook:

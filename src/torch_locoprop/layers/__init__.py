@@ -1,4 +1,4 @@
-"""What each kind of ``nn.Module`` means for the mathematics, one file for each layer kind.
+"""The meaning of each kind of ``nn.Module`` for the mathematics, one file for each layer kind.
 
 Every file of this package is imported here and registers its kind with :func:`~.base.serves`, so a new
 kind needs no other edit. The only formulas in this package are the products of a layer's linear map.

@@ -99,7 +99,7 @@ F = TypeVar("F", bound=Factory)
 
 FORWARDS = frozenset({"forward", "_conv_forward"})  # functions that decide what a layer computes
 
-_FACTORIES: dict[str, Factory] = {}  # by the full name of the module's class
+_FACTORIES: dict[str, Factory] = {}  # factories by full name of the module's class
 
 
 def serves(module: type[nn.Module] | str) -> Callable[[F], F]:

@@ -50,7 +50,7 @@ class Images:
 class ConvMap:
     """The linear map of a convolution; ``x`` is a tuple of :class:`Images`, one for each call."""
 
-    shape: tuple[int, ...]  # of the weight in the module
+    shape: tuple[int, ...]  # shape of the weight in the module
     d: int  # output channels
     stride: tuple[int, ...]
     padding: tuple[int, ...]
@@ -201,7 +201,7 @@ class ConvLayer:
     linear_map: ConvMap
     output_padding: tuple[int, ...]
     before: tuple[int, ...] = ()  # padding done before the convolution, in the order of F.pad
-    mode: str = "constant"  # of that padding
+    mode: str = "constant"  # mode of the padding before
     features = 1
     arguments = ("input",)
     geometry = ("stride", "padding", "dilation", "groups", "padding_mode", "output_padding")
@@ -280,7 +280,7 @@ def convolution(module: nn.modules.conv._ConvNd) -> ConvLayer:
     same = isinstance(module.padding, str)
     inside = not same and module.padding_mode == "zeros"
     return ConvLayer(
-        kind=type(module).__name__.removeprefix("FSDP"),  # which fully_shard adds
+        kind=type(module).__name__.removeprefix("FSDP"),  # fully_shard adds the prefix
         linear_map=ConvMap(
             shape=(rows, columns // module.groups, *module.kernel_size),
             d=module.out_channels,

@@ -22,14 +22,14 @@ from torch import Tensor
 
 from torch_locoprop.paper.tensors import Tensors
 
-# The precision of products is one setting for all threads; the backward passes of each GPU have
-# their own.
+# The precision of products is one setting for all threads; the backward passes of each GPU
+# run in a thread of their own.
 _PRECISION = RLock()
 
 
 @dataclass(frozen=True)
 class Structure:
-    """Which entries of C a step takes: all, those of blocks on the diagonal, or the diagonal.
+    """The entries of C that a step takes: all, those of blocks on the diagonal, or the diagonal.
 
     C belongs to the columns of ``[W b]`` that are trained. Blocks have consecutive columns, at most
     ``block_size`` each and all about as many. The last block is padded with zeros if it has fewer
@@ -65,12 +65,12 @@ FULL = Structure()
 
 
 class RowUse(NamedTuple):
-    """What a step needs of a layer's rows, beyond the gradient that the backward pass has computed."""
+    """The products of a layer's rows that a step needs, beyond the gradient of the backward pass."""
 
     gradients: int = 0  # how many gradients of a squared loss; its value costs as much as one
     square: bool = False  # XᵀX itself
     precise: bool = False  # XᵀX in float64
-    structure: Structure = FULL  # of XᵀX; not FULL only if it leaves out entries
+    structure: Structure = FULL  # structure of XᵀX; FULL unless entries are left out
 
     @property
     def is_any(self) -> bool:
@@ -106,7 +106,7 @@ class Gram:
 
     @property
     def structure(self) -> Structure:
-        """Which entries of the products there are."""
+        """The entries of the products that exist."""
         return FULL
 
     @property

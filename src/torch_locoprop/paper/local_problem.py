@@ -33,7 +33,7 @@ from torch_locoprop.paper.transfers import Transfer
 T = TypeVar("T")
 
 
-class _computed_once(cached_property[T]):  # noqa: N801  # it is used as a decorator
+class _computed_once(cached_property[T]):  # noqa: N801  # lower case, as it is used as a decorator
     """``functools.cached_property`` without Python 3.11's lock, which torch.compile cannot trace."""
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> T:  # type: ignore[override]
@@ -105,8 +105,8 @@ class LocalProblem:
 
     linear_map: LinearMap
     x: Any  # the layer's inputs as linear_map takes them (dense: [..., rows, n]), or their Gram
-    start: Tensors  # W: those of "weight" [..., d, n] and "bias" [..., d] that are trained
-    fixed: Tensors  # those that are frozen
+    start: Tensors  # W: the trained ones of "weight" [..., d, n] and "bias" [..., d]
+    fixed: Tensors  # the tensors that are frozen, with the same names
     backprop: Tensors  # G: the ordinary gradient of each tensor in start
     target: Target
     loss: LocalLoss
@@ -121,8 +121,9 @@ class LocalProblem:
     v: Tensor | None = None  # ∂L/∂y divided by row_weight [..., rows, d], if the target needs it
     recorded: Callable[[], Tensor | None] | None = None  # returns g for diagnostics
     fisher: Tensor | None = None  # the Fisher matrix of the pre-activations [..., d, d]
-    before: Before | None = None
-    base: Tensors = field(default_factory=dict)  # start and all iterates are relative to these
+    before: Before | None = None  # pre-activations that the forward pass has kept
+    # The weights to which start and all iterates are relative; empty: they are not relative.
+    base: Tensors = field(default_factory=dict)
     products: str = "full"  # precision of matrix products after the first gradient, or "bf16"
     others: OtherRows | None = None  # the rows of the problem that other processes have
     outputs: OtherOutputs | None = None  # the outputs of the layer that other processes have

@@ -7,8 +7,8 @@ Let ``D(W̃) = Σ_rows w D(a(W̃))`` be a convex local loss with residual ``δ =
 
 which is about ``h_j C`` with ``h_j`` the mean of f' over the rows, and at most ``sup f' · C``. One
 factorization of ``C + λI`` therefore serves all outputs. For softmax, whose Hessian in ``a`` is
-``diag(y) − y yᵀ``, ½ takes the place of ``sup f'``: no eigenvalue of that matrix is larger. There is no
-mean for each output that would serve, so that a part of the bound is the slope of all outputs.
+``diag(y) − y yᵀ``, ½ takes the place of ``sup f'``: no eigenvalue of that matrix is larger. Outputs
+of softmax have no mean slope of their own, so all use half of the bound where others use the mean.
 
 **Majorization.** With ``P = h (C + λI)``, h ≥ sup f', every Hessian of D is at most P. The step
 ``p = −η P⁻¹ ∇D(W̃)`` with ``0 ≤ η ≤ 1`` then never raises the loss:

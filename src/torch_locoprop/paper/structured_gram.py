@@ -44,13 +44,13 @@ class StructuredGram:
 
     entries: Tensor
     structure: str  # one of STRUCTURES
-    columns: int | None = None  # n; None: there are no more columns in the blocks than in X
+    columns: int | None = None  # n; None: the blocks have as many columns as X
 
     @classmethod
     def beside(
         cls, gradient: Tensor, gram: Tensor, *, may_be_padded: bool = False
     ) -> StructuredGram:
-        """Return C, with the structure that its number of dimensions says.
+        """Wrap C; its number of dimensions tells the structure.
 
         Args:
             gradient: G, ``[..., d, n]``.

@@ -66,7 +66,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def holds(condition: Tensor, *, unknown: bool) -> bool:
-    """Return a condition as a number; on an accelerator the host waits for it.
+    """Return a boolean scalar as a Python bool; on an accelerator the host waits for it.
 
     Args:
         condition: a boolean scalar.

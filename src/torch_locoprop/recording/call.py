@@ -22,9 +22,9 @@ from torch_locoprop.recording.node_marks import Mark
 class CompiledGraph:
     """One graph that ``torch.compile`` made, and what was found in it while it was traced."""
 
-    outputs_searched: bool = False  # its outputs were searched for transfers
-    returns_model_output: bool = False  # its outputs are what the model returns
-    layers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # called in it
+    outputs_searched: bool = False  # the graph's outputs were searched for transfers
+    returns_model_output: bool = False  # the graph's outputs are what the model returns
+    layers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # called layers
     leaves: set[int] = field(default_factory=set)  # ids of leaves used outside of layers
     weights: weakref.WeakKeyDictionary[nn.Module, int] = field(  # ids of the layers' weights
         default_factory=weakref.WeakKeyDictionary
@@ -41,15 +41,15 @@ class CompiledCall(NamedTuple):
     mark: Mark
     graph: CompiledGraph
     number: int  # counts the calls of all compiled graphs
-    features: int | None = None  # of the output, if this process has some of them only
+    features: int | None = None  # features of the whole output, if this process has some of them
 
 
 class Call(NamedTuple):
     """One forward call of a layer that a backward pass went through."""
 
     x: Tensor
-    mark: Mark  # of the call's node in the autograd graph
-    shape: torch.Size  # of the output
+    mark: Mark  # mark of the call's node in the autograd graph
+    shape: torch.Size  # shape of the output
     g: Tensor | None = None  # ∂L/∂a, if needed, or to compute v where v was not recorded
     g_norm: Tensor | None = None  # the norm of ∂L/∂a, in the first step
     v: Tensor | None = None  # ∂L/∂y, if needed and a transfer is in the autograd graph
@@ -58,12 +58,12 @@ class Call(NamedTuple):
     searched: bool = True  # the autograd graph around the call was searched for transfers
     recomputed: bool = False  # the call was made inside a backward pass (checkpointing)
     compiled: CompiledCall | None = None
-    graph_mark: Mark | None = None  # of the compiled graph's own autograd node, if it was searched
+    graph_mark: Mark | None = None  # mark of the compiled graph's node, if it was searched
     kept: Tensor | None = None  # indices of the samples that were kept, if not all
     gram: Gram | None = None  # XᵀX in place of x, if the step needs no more
-    version: int | None = None  # of x in the forward pass, if other code may write to x
+    version: int | None = None  # version of x in the forward pass, if other code may write to x
     a: Tensor | None = None  # the output, if it was kept
-    a_version: int = 0  # of the output in the forward pass
+    a_version: int = 0  # version of the output in the forward pass
 
     @property
     def is_overwritten(self) -> bool:

@@ -23,7 +23,7 @@ class LayerOutput(NamedTuple):
     """The output of one call of a layer in a forward pass of the model."""
 
     layer: LayerRecord | None  # None: the layer has no local problem
-    mark: Mark  # of the call's node in the autograd graph
+    mark: Mark  # mark of the call's node in the autograd graph
     a: Tensor
     features: int  # the dimension of `a` that holds the features
 
@@ -65,8 +65,8 @@ class LabelSampling:
     """
 
     def __init__(self, output_transfer: Transfer | None) -> None:
-        self.seed: int | None = None  # of the labels of the next forward pass; None draws none
-        self.outputs: list[LayerOutput] | None = None  # of the layers in the running forward pass
+        self.seed: int | None = None  # seed of labels in the next forward pass; None draws none
+        self.outputs: list[LayerOutput] | None = None  # outputs in the running forward pass
         self.are_sent_back = False  # the running backward pass is that of drawn labels
         self._output_transfer = output_transfer
 

@@ -1,6 +1,6 @@
-"""What other code does to a layer's ``p.grad`` after a backward pass: scale it, or set it to zero.
+"""Detects that other code scales a layer's ``p.grad`` after a backward pass, or sets it to zero.
 
-What follows from a change for the recorded calls is decided in ``layer_record.py``.
+``layer_record.py`` decides what follows from such a change for the recorded calls.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class GraphSearch:
         self.is_on = True  # search in the next passes
         self.records_gradients = False  # record ∂L/∂y at the operations found
         self.leaves: set[int] = set()  # ids of leaves used by operations outside of layers
-        self.output_shape: torch.Size | None = None  # of the model's output, if it is one tensor
-        self.loss_facts = LossFacts(None, by_row=False)  # of the loss that a closure returns
+        self.output_shape: torch.Size | None = None  # shape of the model's output, if a tensor
+        self.loss_facts = LossFacts(None, by_row=False)  # facts about the loss of a closure
 
     def from_inputs(self, inputs: Iterable[Tensor]) -> None:
         """Search from the inputs of a layer."""
@@ -35,7 +35,7 @@ class GraphSearch:
 
     def from_output(self, output: object) -> None:
         """Search from all tensors in what the model returns."""
-        if isinstance(output, Tensor) and not output.is_nested:  # those have no shape
+        if isinstance(output, Tensor) and not output.is_nested:  # nested tensors have no shape
             self.output_shape = output.shape
         for tensor in sorted(_tensors(output), key=_is_scalar):
             self._from(tensor, MODEL_OUTPUT)
@@ -55,7 +55,7 @@ class GraphSearch:
         """Search from a tensor backwards to the layers before it."""
         leaves = transfer_detection.trace(tensor, sink, self.records_gradients)
         if not _is_scalar(tensor):  # a scalar is a loss, which may have a penalty on weights
-            # For all hooks on this model: their searches end at the nodes that this one has marked.
+            # Other hooks on this model need these leaves: their searches end at marked nodes.
             for each in watchers:
                 each.search.leaves |= leaves
 

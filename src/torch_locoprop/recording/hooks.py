@@ -58,11 +58,11 @@ class ModelHooks:
         self, model: nn.Module, layers: Iterable[LayerRecord], output_transfer: Transfer | None
     ) -> None:
         self.layers = {layer.module: layer for layer in layers}
-        self.search = GraphSearch()  # for transfers
+        self.search = GraphSearch()  # searches the autograd graph for transfers
         self.averaging = Averaging(self.layers)
         self.labels = LabelSampling(output_transfer)
         self.before_forward: weakref.WeakMethod[Callable[[], None]] | None = None
-        self.compiled_graphs: set[CompiledGraph] = set()  # those that call a watched layer
+        self.compiled_graphs: set[CompiledGraph] = set()  # graphs that call a watched layer
         self.serial = next(serials)
         # Layers without a local problem are watched too: a layer that feeds one is not the output.
         kinds = {module: layer_kind(module) for module in model.modules()}
@@ -123,7 +123,8 @@ class ModelHooks:
             self.averaging.notice_forward_pass()
         if kind is None or not isinstance(out, Tensor) or out.grad_fn is None:
             return None
-        if layer is not None and not layer.is_intact:  # by torch.func.functional_call
+        # torch.func.functional_call puts other tensors in the place of parameters.
+        if layer is not None and not layer.is_intact:
             if layer.has_computed_weights and layer.trained:
                 layer.unrecorded = COMPUTED
                 self._watch_gradients(layer)
@@ -137,7 +138,7 @@ class ModelHooks:
         recomputed = backward_pass.current_pass() != -1
         if self.search.is_on and not recomputed:  # a second autograd graph of the same operations
             self.search.from_inputs(inputs)
-        # Only while transfers are searched for: it adds a node to the autograd graph.
+        # without_view adds a node to the autograd graph, so it is used only during searches.
         searching = self.search.is_on or (layer is not None and not layer.decided)
         plain = without_view(out) if searching else out
         if layer is not None:
@@ -158,7 +159,7 @@ class ModelHooks:
             call = _forward_call(layer, x, out, mark, searched=searched, recomputed=recomputed)
             if layer.keeps_output and overlaps:
                 call = call._replace(a=plain.detach(), a_version=plain._version)
-            if self._is_trained_parameter(x):  # whose layer's step may come before this layer's
+            if self._is_trained_parameter(x):  # the step of x's own layer may change x first
                 call = call.with_own_input()
             pending = PendingCall(call)
             self._pending_calls.add(pending)
@@ -199,7 +200,7 @@ class ModelHooks:
                 handle = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
             # A module may change its dtype by torch.utils.swap_tensors, after which autograd does not
-            # know the hooks of the parameter any more. Setting them tells it again.
+            # know the hooks of the parameter any more. Setting the hooks registers them again.
             p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
     def before_compiled_layer(self, module: nn.Module) -> None:
@@ -207,7 +208,7 @@ class ModelHooks:
         layer = self.layers.get(module)
         if layer is not None and layer.trained:
             self._watch_gradients(layer)
-            self.search.is_on |= not layer.decided  # around the compiled graph
+            self.search.is_on |= not layer.decided  # search outside of the compiled graph
 
     def record_compiled(self, module: nn.Module, x: Tensor, g: Tensor, call: CompiledCall) -> None:
         """Record a layer's call in a compiled graph, once a backward pass has reached it.
@@ -222,7 +223,7 @@ class ModelHooks:
         if layer is not None and layer.trained:
             # Copies: a compiled graph may reuse the memory of x and g in its next run.
             kept = None if layer.needs.isdisjoint({"g", "v"}) else g.clone()
-            # With the eager backend the running node is the layer's own, not that of the graph.
+            # With the eager backend the running node is the layer's, not the compiled graph's.
             mark = node_marks.running_mark()
             mark = None if mark is call.mark else mark
             own, features = g.shape, call.features
@@ -264,7 +265,7 @@ class ModelHooks:
         layer = self._layer_of[parameter]
         layer.commit(backward_pass.current_pass())
         if self.averaging.processes is not None and layer.needs_row_gradients:
-            # Registered by a callback, so that it runs after the one with which DDP averages.
+            # The second callback is registered by the first, so it runs after DDP's, which averages.
             backward_pass.at_end(lambda: backward_pass.at_end(layer.remember_gradient_norms))
 
     def before_model(self, module: nn.Module, args: tuple[Any, ...]) -> None:

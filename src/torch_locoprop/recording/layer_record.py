@@ -41,30 +41,31 @@ class LayerRecord(LocalLayer):
     # What to record besides the input: "g", "g_norm", "v" of Call, "fisher".
     needs: frozenset[str] = frozenset()
     max_rows: int | None = None  # how many rows of each call to keep
-    row_seed: int = 0  # seed of the random choice of these rows
+    row_seed: int = 0  # seed of the random choice of rows
     orders: Orders = field(default_factory=dict)  # shared by all layers in a step
     use_of_rows: UseOfRows | None = None  # None: keep the rows
     keeps_output: bool = False  # keep the layer's output if the hooks can
     overlap_allowed: bool = False  # weight gradients may be computed beside the backward pass
     # What was recorded since the last step.
     calls: list[Call] = field(default_factory=list)
-    passes: set[int] = field(default_factory=set)  # ids of the backward passes of these calls
+    passes: set[int] = field(default_factory=set)  # ids of the backward passes of `calls`
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
     called: bool = False  # the layer was called since the last step, with or without gradients
     unrecorded: str = ""  # why a call since the last step could not be recorded
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
     ready: torch.cuda.Event | None = None  # the gradients exist after this event
-    shared_facts: SharedFacts | SharedShardFacts | None = None  # what all processes know of it
-    sharded: ShardedGradients = field(default_factory=ShardedGradients)  # of a layer with shards
+    # What all processes know of the layer.
+    shared_facts: SharedFacts | SharedShardFacts | None = None
+    sharded: ShardedGradients = field(default_factory=ShardedGradients)  # used if `shards` is given
     unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
     division: str = ""  # how processes under DDP divided the work of the last step, for reports
     empty_call: Call | None = None  # a call without rows, for steps after the last batch
-    _pending: dict[int, list[Call]] = field(default_factory=dict)  # by id of the backward pass
+    _pending: dict[int, list[Call]] = field(default_factory=dict)  # calls by the id of their pass
     # Ids of passes that found no gradient: True, or False if other processes may have found one.
     _replacing: dict[int, bool] = field(default_factory=dict)
     _left: Versions = field(default_factory=list)  # gradients as the last commit found them
     _committed: bool = False  # the running pass has added to a gradient
-    _norms: GradientNorms = field(default_factory=GradientNorms)  # of these, if needed
+    _norms: GradientNorms = field(default_factory=GradientNorms)  # norms of gradients, if needed
 
     @property
     def needs_row_gradients(self) -> bool:
@@ -84,7 +85,7 @@ class LayerRecord(LocalLayer):
             backward_pass: the id of the pass.
         """
         if streams.overlapping:
-            streams.leave_gradient_stream()  # the layer's own backward pass may enter one again
+            streams.leave_gradient_stream()  # the layer's own backward pass may enter one
         if backward_pass not in self._pending:
             self._pending[backward_pass] = []
             at_end(partial(self._drop_uncommitted, backward_pass))
@@ -146,7 +147,7 @@ class LayerRecord(LocalLayer):
         """Take back the calls that were set aside, without those of the first ``passes`` passes."""
         earlier = self.sharded.taken_back(passes)
         if earlier:
-            self.passes.clear()  # those of the earlier calls are not known
+            self.passes.clear()  # the passes of the earlier calls are not known
         self.calls[:0] = earlier
         self.drop_overwritten()
 

@@ -1,6 +1,6 @@
 """A layer that has a local problem: its module, its tensors, and its role in the model.
 
-What passes through the model have recorded of the layer is in ``layer_record.py``.
+What forward and backward passes have recorded of the layer is in ``layer_record.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LocalLayer:
     obstacle: str = ""  # why the layer takes BackProp steps
     is_output: bool = False  # the model ends in this layer, or in its transfer
     compiled: bool = False  # the layer is called inside compiled graphs
-    first_step: Any = None  # what the first step did, of stepping/first_step.py
+    first_step: Any = None  # what the first step did; see stepping/first_step.py
     counts: dict[str, int | Tensor] = field(default_factory=dict)  # skipped, gated, capped steps
     _forwards: tuple[Any, ...] = ()  # what the module's class computed when this object was made
     _geometry: tuple[Any, ...] = ()  # attributes of the module that say what it computes
@@ -125,7 +125,7 @@ class LocalLayer:
 
     @property
     def has_computed_weights(self) -> bool:
-        """True if the module has tensors for now that may be computed from its parameters."""
+        """True if a tensor that autograd has computed stands in the place of a parameter now."""
         return any(
             p is not None and p.grad_fn is not None for p in self.module._parameters.values()
         )

@@ -28,7 +28,7 @@ _SIGNED_SUMS = ("AddBackward0", "SubBackward0", "NegBackward0", "MulBackward1")
 
 
 class LossFacts(NamedTuple):
-    """What the autograd graph of a loss tells about its terms."""
+    """The facts about the terms of a loss that its autograd graph shows."""
 
     sums: bool | None  # True: it sums its terms; False: it averages or divides; None: not known
     by_row: bool | None  # True: a term for each row; False: for each element; None: not known

@@ -27,7 +27,7 @@ _LOSS_TRANSFERS = {
     "cross_entropy": "softmax",
     "MSELoss": "linear",
     "mse_loss": "linear",
-    # These losses contain no transfer: the model itself ends in it.
+    # These losses contain no transfer: the model itself ends in the transfer.
     "BCELoss": None,
     "binary_cross_entropy": None,
     "NLLLoss": None,
@@ -71,7 +71,7 @@ def _known_name(loss_fn: object) -> str | None:
 
 
 class GivenLoss(NamedTuple):
-    """What the user has told about the loss, by ``output_transfer=`` and ``loss_fn=``."""
+    """The facts about the loss that the user has given by ``output_transfer=`` and ``loss_fn=``."""
 
     output_transfer: Transfer | None = None  # as the user gave it
     transfer: Transfer | None = None  # read from loss_fn

@@ -72,7 +72,7 @@ def scan(
         if kind and reason is None:
             served.append(LayerRecord(name, module, kind, ours, shards))
         elif own:
-            kind_name = type(module).__name__.removeprefix("FSDP")  # which fully_shard adds
+            kind_name = type(module).__name__.removeprefix("FSDP")  # fully_shard adds the prefix
             unserved.append(Unserved(name, kind_name, str(reason), own))
     return served, unserved
 

@@ -20,7 +20,7 @@ KEY = "torch_locoprop"
 
 @dataclass(eq=False)
 class Mark:
-    """What the search has found out about one autograd node."""
+    """The facts about one autograd node that the search has found."""
 
     operation: str  # a description for notes
     transfer: Transfer | None = None  # the transfer that the node computes

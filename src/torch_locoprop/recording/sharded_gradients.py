@@ -1,8 +1,8 @@
-"""What happens to the gradients of a layer whose tensors are divided among processes.
+"""Detects changes of the gradients of a layer whose tensors are divided among processes.
 
 A process has some rows of a gradient, possibly none. If other code sets a gradient to zero after a
 backward pass, the input rows that were recorded before do not count any more. One process sees only
-whether its own rows are zero. Until the processes have told each other, the calls are set aside.
+whether its own rows are zero. The calls are set aside until the processes have exchanged this.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from torch_locoprop.recording.gradient_changes import Versions
 class ShardedGradients:
     """The gradients of a sharded layer since the last step, and calls that may not count any more."""
 
-    unreduced: bool = False  # gradients wait in fully_shard for a pass that adds up all processes'
+    unreduced: bool = False  # fully_shard has not yet added up the gradients of all processes
     _passes: int = 0  # passes since the last step that added up gradients: equal in all processes
-    _aside: list[tuple[int, list[Call]]] = field(default_factory=list)  # by passes so far
+    # Calls that were set aside, each list with the number of passes before it.
+    _aside: list[tuple[int, list[Call]]] = field(default_factory=list)
     _found: Versions = field(default_factory=list)  # gradients as the running pass found them
     _left: Versions = field(default_factory=list)  # gradients as the last pass left them
 
@@ -49,7 +50,7 @@ class ShardedGradients:
         return not any(holds(local(g).any(), unknown=True) for g in gradients)
 
     def end_pass(self, gradients: Sequence[Tensor]) -> None:
-        """Note the gradients after a pass, and whether ``fully_shard`` has added up all processes'."""
+        """Note the gradients after a pass, and whether ``fully_shard`` has added up all processes."""
         self._left = _versions(gradients)
         self.unreduced = not self._left or _same(self._left, self._found)
         self._passes += not self.unreduced
@@ -77,7 +78,8 @@ class ShardedGradients:
 def _versions(gradients: Sequence[Tensor]) -> Versions:
     """Return memory and version of sharded gradients.
 
-    Operations on a DTensor count in its own version, those of ``fully_shard`` in that of its part.
+    An operation on a DTensor raises the version of the DTensor. ``fully_shard`` raises the version of
+    the local part.
     """
     found = []
     for g in gradients:

@@ -1,4 +1,4 @@
-"""What hooks do while ``torch.compile`` traces them: they insert an operator into the compiled graph.
+"""The code that hooks run while ``torch.compile`` traces them: it inserts an operator into the graph.
 
 A compiled graph runs no Python hooks, and a hook that cannot be traced causes a graph break. A traced
 hook therefore inserts ``torch_locoprop::tap`` after the layer. The backward of this operator gives the
@@ -41,12 +41,14 @@ class CallSite:
     module: weakref.ref[nn.Module]
     mark: Mark
     graph: CompiledGraph
-    features: int | None = None  # of the output, if this process has some of them only
+    features: int | None = None  # features of the whole output, if this process has some of them
 
 
-_call_sites: dict[int, CallSite] = {}  # of living modules, by the number in the compiled graph
+# Call sites of living modules, by their number in the compiled graph.
+_call_sites: dict[int, CallSite] = {}
 _site_numbers = itertools.count()
-_graphs: weakref.WeakKeyDictionary[Any, CompiledGraph] = weakref.WeakKeyDictionary()  # by fake mode
+# Compiled graphs by the mode of fake tensors in which they are traced.
+_graphs: weakref.WeakKeyDictionary[Any, CompiledGraph] = weakref.WeakKeyDictionary()
 _call_numbers = itertools.count()
 
 
@@ -235,7 +237,7 @@ def _note_call_site(context: ComptimeContext) -> None:
     assert module is not None
     weight = _fake(context, "weight")
     graph.weights[module] = id(weight)
-    if weight.grad_fn is not None:  # by torch.func.functional_call
+    if weight.grad_fn is not None:  # torch.func.functional_call has replaced the weight
         for hooks in weak_hook.watchers_of(module):
             if module in hooks.layers:
                 hooks.layers[module].obstacle = COMPUTED

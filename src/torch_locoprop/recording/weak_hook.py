@@ -69,7 +69,7 @@ class WeakHook:
         return None if owner is None else getattr(owner, self._method)(*args)
 
     @property
-    def __name__(self) -> str:  # read by torch.jit.script, which compiles hooks
+    def __name__(self) -> str:  # torch.jit.script reads it when it compiles the hook
         raise AttributeError(
             "torch.jit.script cannot compile LocoProp's hooks, which a model has while its optimizer "
             "exists. Script a copy of the model, copy.deepcopy(model), delete the optimizer first, or "
@@ -86,7 +86,7 @@ class WeakHook:
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> WeakHook:
         """Return an inert hook, which is removed at the end of ``copy.deepcopy``."""
-        copy = memo.get(id(self._module()))  # of the module; its hooks are copied at this moment
+        copy = memo.get(id(self._module()))  # the copy of the module, whose hooks are being copied
         if copy is not None:
             memo.setdefault(_CLEANER, _Cleaner()).modules.append(copy)
         return WeakHook()
@@ -126,7 +126,7 @@ def hook_for(owner: Any, method: str, module: nn.Module) -> WeakHook:
 
 
 def remove_inert(module: nn.Module) -> None:
-    """Remove inert hooks, and what saved models have in their place, from a module."""
+    """Remove inert hooks from a module, and the ``nullcontext`` methods in saved models."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for key, hook in list(hooks.items()):
             was_saved = isinstance(getattr(hook, "__self__", None), contextlib.nullcontext)

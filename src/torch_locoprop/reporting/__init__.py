@@ -1,1 +1,1 @@
-"""What the optimizer reports to its user when asked: summary and diagnostics."""
+"""The reports that a user asks for: summary and diagnostics."""

@@ -38,7 +38,7 @@ class LayerDiagnostics:
     local_loss: float  # loss_after − loss_before
     backprop_loss: float  # the change of the local loss by the BackProp step −η γ G
     displacement: float  # ‖Δ‖ / ‖W‖, with Δ of weight and bias and W the weight, as in cap=
-    cosine: float  # of the angle between Δ and the BackProp step
+    cosine: float  # cosine of the angle between Δ and the BackProp step
     length: float  # ‖Δ‖ / ‖BackProp step‖
     gated: int  # steps so far that the gate rejected; a resumed run continues the three counts
     capped: int  # steps so far that the cap shortened

@@ -23,7 +23,7 @@ SOLVERS: dict[str, Solver] = {
         *(Exact(), Preconditioned(), Spectral()),
     )
 }
-SOLVERS["general"] = Spectral(agreement=1.0)  # of the general preset
+SOLVERS["general"] = Spectral(agreement=1.0)  # the solver of preset="general"
 
 __all__ = [
     "LOCAL_DECAYS",

@@ -14,7 +14,7 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.tensors import Number, Tensors, spread
 
-States = dict[str, Tensors]  # by the tensor's name: what the solver keeps of it between steps
+States = dict[str, Tensors]  # what a solver keeps between steps, by name of the tensor
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Solver:
     """
 
     name: ClassVar[str]
-    # True: solves without iterations, for weight and bias together, whose state the first of them has.
+    # True: solves weight and bias together, without iterations; the first of them has the state.
     closed_form: ClassVar[bool] = False
 
     # Values of settings that an optimizer with this solver starts from, where they are not the table's.
@@ -71,7 +71,7 @@ class Solver:
     # Settings that a layer's weight and bias must share, because one system is solved for both.
     joint_settings: ClassVar[tuple[str, ...]] = ()
     # Settings of the optimizer that have no effect on the solution. A subclass that uses a setting
-    # which its base class ignores declares this again.
+    # which its base class ignores declares its own `ignores`.
     ignores: ClassVar[frozenset[str]] = frozenset()
     # True: a warning names ignored settings that users give. The first-order solvers and the closed
     # form give none, because they are often compared under one set of settings.
@@ -81,7 +81,7 @@ class Solver:
     over_fallback: ClassVar[float | None] = None
     stateless: ClassVar[bool] = False  # True: keeps nothing between steps
     # Entries of the state whose first dimension has the outputs of the layer. Processes that divide the
-    # outputs among them divide these entries, and all have the same of the others.
+    # outputs among them divide these entries, and have equal copies of all other entries.
     row_state: ClassVar[frozenset[str]] = frozenset()
 
     def solve(

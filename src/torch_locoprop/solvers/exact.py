@@ -36,9 +36,9 @@ from torch_locoprop.solvers.base import Numbers, Solver, States
 
 
 class Sums(NamedTuple):
-    """What a closed form needs of the rows of all processes."""
+    """The sums over the rows of all processes that a closed form needs."""
 
-    gradient: Tensor  # of [W b] at the start, [..., d, n]
+    gradient: Tensor  # gradient of [W b] at the start, [..., d, n]
     h: Tensor | None  # the mean Hessian H of F over the rows; None without a transfer in the loss
     gram: Tensor | None  # C of this batch or its running average; None: the rows are used
     renews: bool = True  # C is factorized in this step
@@ -166,7 +166,7 @@ class Exact(Solver):
                 factor = cholesky(self._system(gram, eta), well_posed=posed)
                 if self.every == 1:
                     return -eta * cholesky_solve(factor, gradient.mT).mT, kept
-                # One product in each of the next steps: triangular solves are slow on a GPU.
+                # The next steps take one product with the inverse: triangular solves are slow on a GPU.
                 kept["inverse"] = torch.cholesky_inverse(at_least_float32(factor)).to(gram.dtype)
             else:
                 kept["inverse"] = state["inverse"]
@@ -241,7 +241,7 @@ class Exact(Solver):
 
     @property
     def averages(self) -> bool:
-        """False if each batch's own problem is solved, without averages or damping."""
+        """True if C is averaged, damped or kept over steps; False for each batch's own problem."""
         return not (self.every == 1 and self.decay == 0 and self.damping is None)
 
     def _renews(self, number: int) -> bool:

@@ -35,7 +35,7 @@ from torch_locoprop.solvers.base import Numbers, Solver, States
 SLOPES = ("mean", "bound")
 FLOOR = 0.4  # the smallest slope of an output, relative to the transfer's largest
 OF_BOUND = 0.5  # the slope of softmax, relative to its bound
-ROUNDING = 8  # of a slope, in units of the last place of its larger term
+ROUNDING = 8  # rounding error of a slope, in units of the last place of its larger term
 CHECKS = 3  # lengths of a step that each iteration tries
 WITHOUT_ROWS = 0.01  # step of a layer without rows, relative to the norm of its tensors, at lr = 1
 
@@ -137,7 +137,7 @@ class _Iterate:
     def __init__(self, problem: LocalProblem, h: Tensor | float) -> None:
         self._problem, self._h = problem, h
         first = join(problem.first_gradient)
-        self.dtype = first.dtype  # of the layer's tensors
+        self.dtype = first.dtype  # dtype of the layer's tensors
         self._first = at_least_float32(first)
         self._a0 = at_least_float32(problem.a0)
         self._target = problem.target_rows.to(self._a0.dtype)
@@ -146,9 +146,9 @@ class _Iterate:
         self._residual0 = None if is_zero else self._residual_at(self._a0)
         self._is_one = _is_coupled(problem)
         self.moved = torch.zeros_like(self._first)
-        self._change = torch.zeros_like(self._a0)  # of the pre-activations
-        self._residual = torch.zeros_like(self._a0)  # its change since the start
-        self._velocity: tuple[Tensor, Tensor] | None = None  # of the displacement, and of the rows
+        self._change = torch.zeros_like(self._a0)  # change of the pre-activations since the start
+        self._residual = torch.zeros_like(self._a0)  # change of the residual since the start
+        self._velocity: tuple[Tensor, Tensor] | None = None  # velocities of displacement and rows
         *leading, d, _ = self._first.shape
         outputs = (*leading, min(d, 1) if self._is_one else d)
         self._count = self._scale = self._first.new_ones(outputs)

@@ -49,7 +49,7 @@ from torch_locoprop.solvers.base import Numbers, Solver, States
 EARLY = 10  # each of the first steps renews C: a single batch is a poor estimate
 WINDOW = 0.97  # weight of the past in the share of the signal in the gradients
 LEAST = 0.15  # the smallest agreement
-GROWTH = {"rate": 0.1, "least": 0.2, "most": 16.0}  # of steps that leave much of the gradient
+GROWTH = {"rate": 0.1, "least": 0.2, "most": 16.0}  # how steps that leave much of the gradient grow
 WIDEST = 8192  # columns of [W b] above which C, a matrix of this size, is left out
 
 
@@ -213,7 +213,7 @@ class Spectral(Solver):
             return state
         entries = self._square(problem, gradient)
         square = StructuredGram.beside(gradient, entries, may_be_padded=True).unit_diagonal()
-        if "gram" in state and state["gram"].shape != entries.shape:  # another structure was set
+        if "gram" in state and state["gram"].shape != entries.shape:  # gram= was changed
             state = {key: entry for key, entry in state.items() if key not in ("gram", "inverse")}
         past = state.get("gram")
         gram = square if past is None else square.averaged_with(past, self.averaging)

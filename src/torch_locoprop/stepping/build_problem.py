@@ -33,7 +33,7 @@ class Posed(NamedTuple):
     """The problem of a layer, with all that its solution needs."""
 
     layer: LayerRecord
-    trained: Mapping[str, nn.Parameter]  # its tensors that have a gradient, which the step moves
+    trained: Mapping[str, nn.Parameter]  # the layer's tensors with a gradient, which the step moves
     method: Method
     part: Part | None  # the part of a sharded layer that this process solves
     problem: LocalProblem

@@ -1,7 +1,7 @@
-"""What the first step did in each layer, relative to the layer's own size.
+"""Measures what the first step did in each layer, relative to the layer's own size.
 
 ``summary()`` shows the numbers. If they are far from those of runs that train, one warning names the
-setting to change and a value. Later steps measure nothing of this: ``diagnose=True`` does.
+setting to change and a value. Later steps are measured only with ``diagnose=True``.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch_locoprop.paper.tensors import Tensors, has_values, join
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import Solver
 
-# Of the median layer: the range of sensible ratios, and the ratio that a suggested value aims at.
+# For the median over layers: the range of sensible ratios, and the ratio that a suggestion aims at.
 TARGET_RANGE, GOOD_TARGET = (1e-4, 1e6), 1e-2
 SPECTRAL_RANGE, GOOD_SPECTRAL_MOVE = (1e-6, 10.0), 0.1  # fine-tuning and warm-ups take small steps
 # Up to this rate, entries move by about 0.2 lr at most, and only weights near zero move far relatively.
 SENSIBLE_SPECTRAL_RATE = 0.1
-# For local iterations, whose momentum makes later steps longer.
+# Bounds for local iterations, whose momentum makes later steps longer.
 LARGEST_MOVE, GOOD_MOVE = 100.0, 0.01
 
 
@@ -40,7 +40,9 @@ class FirstStep:
     weights: float  # change of the weight, over the weight
 
 
-Ratios = tuple[Tensor | None, Tensor | None, Tensor | None]  # those of a FirstStep, on the device
+Ratios = tuple[
+    Tensor | None, Tensor | None, Tensor | None
+]  # the fields of a FirstStep, on the device
 
 
 def ratios(

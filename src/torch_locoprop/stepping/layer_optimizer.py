@@ -65,10 +65,10 @@ class LayerOptimizer(WithStateDict, Joins):
     _model: nn.Module
     _apply: Apply
     _given: Given  # the settings and the preset of the constructor
-    _given_transfers: dict[str, str | Transfer]  # by module name
-    _terms: LossTerms  # of the loss module that was given
+    _given_transfers: dict[str, str | Transfer]  # the argument transfers=, by module name
+    _terms: LossTerms  # counts the terms of the loss module that was given
     _notices: Notices
-    _patterns: tuple[str, ...] | None  # of the layers to serve
+    _patterns: tuple[str, ...] | None  # the argument layers=; None: all layers
     _measurements: Measurements | None
     _fallback_factory: FallbackFactory | None
     _fisher_missing: bool  # a layer had no Fisher matrix in the last step
@@ -149,7 +149,7 @@ class LayerOptimizer(WithStateDict, Joins):
 
     @property
     def skipped_updates(self) -> dict[str, int]:
-        """How often each layer's local solution was not finite and so was not written."""
+        """The number of local solutions of each layer that were not finite and so were not written."""
         return {layer.name: int(layer.counts.get("skipped", 0)) for layer in self._layers}
 
     @property
@@ -191,7 +191,7 @@ class LayerOptimizer(WithStateDict, Joins):
         if told:
             self._notices.once("loss", told)
         for layer in decide_all(self._layers, self._hooks, self._loss):
-            layer.condense()  # as in all later steps, and in a resumed run
+            layer.condense()  # later steps and resumed runs reduce rows in the pass
             if not self._plan.of(layer).needs_output:
                 layer.drop_outputs()
 
@@ -404,7 +404,7 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.defaults.pop("differentiable", None)  # which torch adds, and no group knows
+        self.defaults.pop("differentiable", None)  # torch adds this key; our groups do not have it
         for group in self._local_groups():
             for name, value in self.defaults.items():
                 group.setdefault(name, value)

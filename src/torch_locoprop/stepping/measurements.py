@@ -16,7 +16,7 @@ from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.objective import objective, objective_at_start
 from torch_locoprop.paper.tensors import Tensors, join
 
-Measurements = dict[str, dict[str, Tensor | float]]  # by layer, then by name of the number
+Measurements = dict[str, dict[str, Tensor | float]]  # numbers by layer, then by name
 
 
 @contextmanager

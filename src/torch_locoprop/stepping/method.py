@@ -63,8 +63,8 @@ class LayerPlan:
 
     asked: Variant  # the variant that the group names
     variant: Variant  # the variant that serves the layer
-    note: str  # where the variant is not quite what was asked for
-    regularizer: Regularizer  # that the group names
+    note: str  # why the variant is not the one that was asked for; empty if it is
+    regularizer: Regularizer  # the regularizer that the group names
     method: Method  # how the layer's problem is solved if it has rows
     needs_output: bool  # the step uses the pre-activations of the forward pass
     needs_rows: bool  # all rows: p.grad and XᵀX are not enough

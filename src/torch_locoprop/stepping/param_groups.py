@@ -63,6 +63,6 @@ class WithParamGroups(LayerOptimizer):
                 "outer= trains all parameters, those without a local problem too. Leave fallback= and "
                 "maximize= out, or give outer= the parameters of the layers alone."
             )
-        for group in restricted(checked, set(rest)):  # with the schedule of outer=
+        for group in restricted(checked, set(rest)):  # schedules of lr scale outer's rates
             rate = {"lr": group["lr"], "local_lr": float(group["lr"])}
             self.param_groups.append({"params": group["params"], **rate, "fallback": True})

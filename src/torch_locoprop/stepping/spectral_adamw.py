@@ -48,7 +48,7 @@ def _has_rows(matrix: nn.Parameter) -> bool:
 
 
 class Move(NamedTuple):
-    """The step of one matrix, as far as it is known without the rows of other processes."""
+    """The part of one matrix's step that is known without the rows of other processes."""
 
     matrix: nn.Parameter
     shards: Shards | None  # the rows that this process has; None if it has all

@@ -71,7 +71,8 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
     for k, each in enumerate(layers):
         state = {key: entry[k] for key, entry in entries.items()}
         if any(key not in old or old[key].shape != e.shape for key, e in state.items()):
-            state = {key: entry.clone() for key, entry in state.items()}  # to be kept as they are
+            # The optimizer keeps these entries: as views they would keep the whole stack.
+            state = {key: entry.clone() for key, entry in state.items()}
         own = Checked({name: tensor[k] for name, tensor in new.items()}, finite[k : k + 1])
         found.append((own, {**each.states, "weight": state}))
     return found

@@ -148,7 +148,7 @@ def _iterate_by_gram(
 
 
 class _GramTerms(NamedTuple):
-    """What a step with XᵀX needs besides XᵀX, in the order of the kernel's arguments."""
+    """The arguments of a step with XᵀX besides XᵀX, in the order of the kernel's arguments."""
 
     column_sums: Tensor  # Xᵀ1
     row_count: float
@@ -174,7 +174,7 @@ def _partial_sums(weight: Tensor, column_sums: Tensor, width: int) -> Tensor:
 
 
 class ByRows:
-    """All iterations after the first, from the rows, in place: each is ``residual``, then ``step``.
+    """Runs all iterations after the first, from the rows, in place: ``residual``, then ``step``.
 
     Args:
         problem: the local problem.

@@ -21,7 +21,7 @@ class TileSizes(NamedTuple):
     width: int  # columns of the product
     depth: int  # terms of the sum that are loaded at a time
     warps: int
-    stages: int  # of the software pipeline
+    stages: int  # stages of the software pipeline
 
     def grid(self, columns: int, d: int, members: int) -> tuple[int, int, int]:
         """Return the grid of programs for products ``[members, d, columns]``."""

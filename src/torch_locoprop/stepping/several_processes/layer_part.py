@@ -41,7 +41,7 @@ EXCHANGES_WEIGHTS = "exchanges weights in each iteration"
 class Inputs(NamedTuple):
     """The inputs of a layer as its problem has them."""
 
-    x: Any  # as linear_map takes them, or their Gram
+    x: Any  # the inputs in the form that linear_map takes, or their Gram
     row_weight: float | Tensor
     linear_map: LinearMap
 
@@ -103,7 +103,7 @@ class Part:
 
     def _taken_entry(self, key: str, entry: Tensor) -> Tensor:
         by_rows = self.separable and key in self.row_state and not self.is_whole
-        if by_rows and not is_distributed(entry):  # saved by one process, and loaded as it was
+        if by_rows and not is_distributed(entry):  # a whole entry from a checkpoint of one process
             return self.shards.own(entry)
         return full(entry) if self.is_whole else local(entry)
 
@@ -151,7 +151,7 @@ class Part:
         facts, use, linear_map = layer.shared_facts, layer.row_use(moved), self.kind.linear_map
         assert isinstance(facts, SharedShardFacts)
         if not facts.all_have_rows or (use is not None and not use.is_any):
-            return Inputs(x, 1.0, linear_map)  # which no solver will use
+            return Inputs(x, 1.0, linear_map)  # no solver uses these inputs
         calls = layer.calls
         if self.shards.divides_features:
             x = self.shards.all_features(x)

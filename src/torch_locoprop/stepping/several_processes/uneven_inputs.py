@@ -24,9 +24,8 @@ class Joins(Joinable):
     param_groups: list[Group]
     _hooks: ModelHooks
     _layers: list[LayerRecord]
-    _seen_config: Any = (
-        None  # of the DDP module, in the last context that this optimizer was given to
-    )
+    # The configuration of the DDP module in the last context `Join` that has this optimizer.
+    _seen_config: Any = None
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what ``Join`` calls in a process that has run out of batches.

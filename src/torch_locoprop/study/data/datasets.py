@@ -85,7 +85,7 @@ class Dataset:
 
     @property
     def metadata(self) -> dict[str, str]:
-        """What a result records about its data, so that only results on equal data are compared."""
+        """The facts that a result records, so that only results on equal data are compared."""
         return {"name": self.name, "source": self.source, "fingerprint": self.fingerprint}
 
 

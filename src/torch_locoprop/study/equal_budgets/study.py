@@ -43,7 +43,7 @@ TASKS = ("standard", "deep", "wide", "batch-100", "relu", "fashion-mnist", "curv
 
 @dataclass(frozen=True)
 class StudyDescription:
-    """What a study consists of.
+    """The content of a study: its tasks and methods, and the budget of each method.
 
     Args:
         tasks: Names of tasks (`TASKS`).
@@ -103,7 +103,7 @@ class StudyDescription:
 
 @dataclass(frozen=True)
 class How:
-    """How the trials are trained.
+    """The way in which trials are trained: device, processes, populations and deadline.
 
     Args:
         device: ``cpu`` or ``cuda``.

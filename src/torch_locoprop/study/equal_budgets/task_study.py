@@ -50,7 +50,7 @@ WINNERS = {"train": "train_loss", "held-out": "held_out_loss"}
 
 @dataclass(frozen=True)
 class Budget:
-    """What every method gets.
+    """The budget of every method on a task.
 
     Args:
         trials: Trials of the search.

@@ -31,7 +31,7 @@ WIDTH = 0.25
 """The width of the box around a best trial, as a part of the logarithmic width of its space."""
 
 IDENTITY = ("method", "trial", "seed", "stage")
-"""What tells a trial from others; a trial without a stage has None."""
+"""The keys that identify a trial; the value of a missing stage is None."""
 
 Trial = dict[str, Any]
 Line = Mapping[str, Any]

@@ -48,7 +48,7 @@ Watch = Callable[[Trial, Metrics], None]
 
 
 class ImageSource(Protocol):
-    """Where a process gets its images from."""
+    """The source of the images of a process."""
 
     def load(self, name: str) -> Dataset:
         """Return the images of a data set."""
@@ -61,7 +61,7 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """What a process has to know besides its trials.
+    """The files, images and limits with which a process runs its trials.
 
     Args:
         results: The file `results.jsonl`.
@@ -126,7 +126,7 @@ def train_job(
     configs = [config_of(trial, task, device) for trial in job]
     data = work.images.load(configs[0].dataset)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of steps that are not finite: expected
+        warnings.simplefilter("ignore", UserWarning)  # steps that are not finite are expected
         if work.runs is not None and len(job) == 1:
             return _train_alone(job[0], configs[0], data, work, watch)
         recorder = Recorder(job, configs, data, work)

@@ -1,7 +1,7 @@
 """The visible range of losses, and where lines leave it.
 
-With a range that holds the first epochs and failed runs, the differences at the end could not be seen.
-So lines come in from above, and a line that is above the frame later has a mark at its upper edge.
+A range that included the first epochs and failed runs would hide the differences at the end. So lines
+enter the frame from above, and a line that is above the frame later has a mark at its upper edge.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ LOGARITHMIC = 2.25
 """A frame whose highest and lowest loss have at least this ratio gets a logarithmic scale."""
 
 STRETCH, FARTHER_STRETCH = 1.6, 4.0
-"""How much higher a frame gets at most, so that a line ends in it; the second if its record asks."""
+"""The largest height of a frame that shows the ends of lines, relative to the range of early losses.
+
+The second number is for lines of methods with ``ends_in_frame``.
+"""
 
 ROW, SMALL_ROW = 0.055, 0.078
 """The height of a name in a frame and in a small one, as a share of the range of losses."""
@@ -46,9 +49,9 @@ class Frame:
 def frame_of(lines: Sequence[Drawn], loss: Loss, *, small: bool = False) -> Frame | None:
     """Return the range from the lowest loss to the median after a tenth of the epochs.
 
-    The range is extended to the ends of lines that are not far above, and to those of LocoProp's own
-    lines from half of the epochs on. The scale is logarithmic if even this range is wide. In a `small`
-    panel a name takes a larger share of the height.
+    The range is extended to the ends of lines that are not far above it, and to the second half of the
+    lines of methods with ``ends_in_frame``. The scale is logarithmic if even this range is wide.
+    In a `small` panel a name takes a larger share of the height.
     """
     known = [(line, line.losses(loss)) for line in lines if not line.diverged]
     finite = [(line, each) for line, each in known if np.isfinite(each).all() and each.shape[1] > 1]

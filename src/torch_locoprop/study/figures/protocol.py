@@ -1,4 +1,4 @@
-"""The protocol of the paper: its tasks, and where the records have the settings of methods on them.
+"""The protocol of the paper: its tasks, and the settings of each method on a task.
 
 The defaults in the records are for MNIST, tanh, the standard model and batches of 1000; `tasks` has
 settings for other tasks where the defaults do not fit. Settings of a search for another task can be

@@ -21,14 +21,14 @@ from torch_locoprop.study.methods.search_space import SHORT_AVERAGE, Space, Span
 
 _SETTINGS = {"lr": 1e-2, "gamma": 100.0, "momentum": 0.9}
 _SPACE: Space = {
-    "lr": Span(1e-4, 1.0),  # of the proximal term: with a large one γ sets the length of a step
+    "lr": Span(1e-4, 1.0),  # η of the proximal term: if it is large, γ sets the length of a step
     "gamma": Span(1.0, 5000.0),
     "momentum": Span(0.1, 1.0, of_rest=True),
 }
 
 
 def _under_momentum(variant: VariantName) -> Build:
-    """Return the builder of: the solution of each batch's own problems, averaged by momentum."""
+    """Return a function that builds LocoProp with exact solutions of each batch, below momentum."""
 
     def build(model: nn.Module, settings: Settings) -> Optimizer:
         lr, gamma = settings["lr"], settings["gamma"]

@@ -38,7 +38,7 @@ register(
             ),
         ),
         first_steps=EARLY,  # inverses are renewed in each of them, whatever k is
-        whole_batch=True,  # its factors are averages over rows, which processes do not exchange
+        whole_batch=True,  # K-FAC's factors are averages over rows, which processes do not exchange
         quick={"lr": 0.1, "damping": 0.03, "clip": 0.3, "momentum": 0.5},
         quick_tasks={"deep": {"damping": 0.01}},
         equal_budgets=EqualBudgets(6, every=10, strict=True),

@@ -31,7 +31,7 @@ def _build(model: nn.Module, settings: Settings) -> Optimizer:
 
 
 def _load_without_expressions(optimizer: Optimizer) -> None:
-    """Keep the strings in Kron's state out of torch's copy of a loaded state, which never ends."""
+    """Take strings out of Kron's state while torch loads it: torch would copy a string forever."""
     expressions: dict[int, Any] = {}
 
     def take_out(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:

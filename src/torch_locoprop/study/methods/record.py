@@ -39,7 +39,7 @@ FALLBACK_MARKER = "."
 
 @dataclass(frozen=True)
 class EqualBudgets:
-    """How a method takes part in the study of equal budgets.
+    """The part of a method in the study of equal budgets.
 
     Args:
         place: Its place in the order in which methods are started; the lowest is first.
@@ -147,7 +147,7 @@ class Method:
 
     @property
     def missing_package(self) -> str:
-        """Which package has to be installed before the method can run; empty if none."""
+        """A sentence on the package that the method needs and that is missing; empty if none is."""
         for package in self.packages:
             if util.find_spec(package) is None:
                 return f"needs {self.install or f'the package {package}'}"

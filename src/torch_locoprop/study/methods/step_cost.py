@@ -1,4 +1,4 @@
-"""What a step costs beyond BackProp: a row of the paper's Table 1.
+"""The cost of a step beyond BackProp: a row of the paper's Table 1.
 
 The formulas are orders of growth. They are evaluated with every constant one, layer by layer: `d₁` and
 `d₂` are the inputs and outputs of the layer, `b` is the batch size, `T` the number of local iterations,

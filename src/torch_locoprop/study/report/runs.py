@@ -65,7 +65,7 @@ class Run:
 
     @property
     def origin(self) -> str:
-        """Where the settings come from; `unknown` if the method is not registered."""
+        """The source of the settings; `unknown` if the method is not registered."""
         try:
             return RunResult(self.folder, RunConfig.from_dict(self.config), self.metrics).origin
         except ValueError:

@@ -89,7 +89,7 @@ class Series:
 
     @cached_property
     def repeated(self) -> int:
-        """How many finished runs repeat a seed and do not count."""
+        """The number of finished runs that repeat a seed and do not count."""
         finished = [run.seed for run in self.runs if run.state == FINISHED]
         return len(finished) - len(set(finished))
 

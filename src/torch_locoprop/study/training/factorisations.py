@@ -73,7 +73,7 @@ def _on_streams(
 ) -> list[Tensor]:
     results = [torch.empty_like(each[0]) for each in arguments]
     if not _POOL:
-        torch.backends.cuda.preferred_linalg_library("cusolver")  # which has a handle per thread
+        torch.backends.cuda.preferred_linalg_library("cusolver")  # cuSOLVER has a handle per thread
         function(*(part[:1] for part in arguments[0]))  # the library is loaded by one thread
         _POOL.append((ThreadPoolExecutor(THREADS), _Streams()))
     pool, streams = _POOL[0]

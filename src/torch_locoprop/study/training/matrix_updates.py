@@ -38,9 +38,9 @@ class Passes:
     """One step's forward and backward pass, layer by layer."""
 
     inputs: list[Tensor]  # [K, rows, n]
-    gradients: list[Tensors]  # of the mean loss: weight [K, d, n], bias [K, d]
+    gradients: list[Tensors]  # gradients of the mean loss: weight [K, d, n], bias [K, d]
     sampled: Callable[[int], list[Tensor]]
-    """From a seed to the gradients of pre-activations ``[K, rows, d]`` for sampled labels."""
+    """Returns, for a seed, the gradients of pre-activations ``[K, rows, d]`` for sampled labels."""
 
 
 class Update:
@@ -185,7 +185,7 @@ class Soap(Update):
         return state[f"{name}_average"], state[f"{name}_square"]
 
     def _sorted(self, state: Tensors, side: str) -> Tensor:
-        """One power iteration of a basis, its columns and the squares sorted by eigenvalue."""
+        """Return a basis after a power iteration; sort its columns and the squares by eigenvalue."""
         product = state[side] @ state[f"{side}_basis"]
         order = (state[f"{side}_basis"] * product).sum(-2).argsort(-1, descending=True)
         across, along_rows = order.unsqueeze(-2), order.unsqueeze(-1)

@@ -37,7 +37,7 @@ NUMBERS = ("lr", "gamma", "momentum", "decay", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class Method:
-    """What all members of a population share; their numbers differ."""
+    """The components and settings that all members of a population share; their numbers differ."""
 
     variant: Variant = VARIANTS["locoprop-m"]
     solver: Solver = SOLVERS["rmsprop"]

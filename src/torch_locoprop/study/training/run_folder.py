@@ -107,7 +107,7 @@ class Checkpoint:
 
     @property
     def place(self) -> str:
-        """Where the run stands, in words."""
+        """The epoch and step that the run has reached."""
         step = f" and step {self.part.steps} of the next epoch" if self.part else ""
         return f"epoch {self.metrics[-1].epoch}{step}"
 

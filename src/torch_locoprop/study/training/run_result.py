@@ -38,7 +38,7 @@ class RunResult:
 
     @property
     def origin(self) -> str:
-        """Where the settings come from: the source of the method's defaults, or ``given``."""
+        """The source of the settings: that of the method's defaults, or ``given``."""
         method = methods.get(self.config.method)
         return method.source if self.config.settings == method.settings else "given"
 

@@ -245,7 +245,7 @@ class _Training:
                     self.part = PartOfEpoch(step, seconds, refused, random)
                     return None
                 self._step(batches[step], self.rate(index, step))
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # of a factor that is not finite
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a factor is not finite
             broken = True
         self._synchronize()
         row = self.evaluate(self.metrics[-1].seconds + time.perf_counter() - began)

@@ -1,7 +1,7 @@
-"""What the processes of a search need to work together: a lock, and who of them still runs.
+"""Locks for the processes of a search, and a register of those that still run.
 
-Both end with their process, however it ends, so that nobody waits for a dead process.
-``postgresql_locks`` has the same for processes that share nothing but a database.
+A lock and a registration end with their process, however it ends, so that no process waits for a dead
+one. ``postgresql_locks`` has the locks of processes that share nothing but a database.
 """
 
 from __future__ import annotations

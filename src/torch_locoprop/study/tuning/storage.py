@@ -21,7 +21,7 @@ from torch_locoprop.study.tuning.postgresql_locks import CONNECTION, PostgresqlL
 from torch_locoprop.study.tuning.storage_address import StorageAddress
 
 SQLITE_SECONDS = 60
-"""How long a process waits while others write to the file."""
+"""Seconds that a process waits while others write to the file."""
 
 
 @contextmanager

@@ -14,7 +14,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class StorageAddress:
-    """Where several processes keep the trials of a search.
+    """The place where several processes keep the trials of a search.
 
     Args:
         url: The URL of a database as given, with its password; empty for a journal file.
@@ -66,7 +66,7 @@ class StorageAddress:
         public = f"postgresql://{user}{host}{parts.path}{query}"
         try:
             has_place = parts.port != 0 and bool(parts.path.strip("/"))
-        except ValueError:  # of a port that is not a number
+        except ValueError:  # the port is not a number
             has_place = False
         if not has_place:
             raise ValueError(
