@@ -1,4 +1,7 @@
-"""K-FAC: natural gradient with Kronecker-factored blocks of the Fisher matrix."""
+"""K-FAC: natural gradient with Kronecker-factored blocks of the Fisher matrix.
+
+Its search space is that of the paper's Table 4, with the exceptions in the comment on ``space``.
+"""
 
 from __future__ import annotations
 

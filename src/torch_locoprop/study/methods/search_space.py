@@ -1,7 +1,8 @@
 """Ranges in which a search looks for settings, and those that all methods share.
 
-A space maps names of settings to a :class:`Span` or :class:`Choices`. Ranges of single methods are in
-their records; ``torch_locoprop.study.tuning.spaces`` puts both together.
+A space maps names of settings to a :class:`Span` or :class:`Choices`. The ranges that all methods share
+are those of the paper's Tables 3 and 5. Ranges of single methods are in their records;
+``torch_locoprop.study.tuning.spaces`` puts both together.
 """
 
 from __future__ import annotations

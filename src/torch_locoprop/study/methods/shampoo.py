@@ -1,4 +1,7 @@
-"""Shampoo: a Kronecker-factored preconditioner from inverse roots of gradient statistics."""
+"""Shampoo: a Kronecker-factored preconditioner from inverse roots of gradient statistics.
+
+Its search space is that of the paper's Table 4.
+"""
 
 from __future__ import annotations
 
