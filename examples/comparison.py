@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,11 @@ class Comparison:
     def timings_path(self) -> Path:
         return self.folder / TIMINGS
 
+    @property
+    def length(self) -> timing.Length:
+        """The length of the measurement of a step's time."""
+        return timing.length(self.steps)
+
     def searches(self, name: str) -> list[Run]:
         """Return the runs of a method's search."""
         trials = self.task.methods[name].trials()
@@ -107,7 +112,7 @@ class Comparison:
         known, here = self.known_timings(), machine.environment(self.device)
         if known and not again and all(known[name] == value for name, value in here.items()):
             return known
-        length = timing.length(self.steps)
+        length = self.length
         runs = [
             Run(name, self.settings(name), SEARCH_SEED, length.steps, self.folder)
             for name in self.methods
@@ -129,17 +134,21 @@ class Comparison:
             return None
         same = known["task"] == self.task.description
         # Older files have no "steps": their measurements had the full length.
-        long_enough = known.get("steps", math.inf) >= timing.length(self.steps).steps
+        long_enough = known.get("steps", math.inf) >= self.length.steps
         all_methods = set(self.methods) <= set(known["methods"])
         return known if same and long_enough and all_methods else None
 
     # ---- running ----
 
     def make(self, runs: Sequence[Run], title: str) -> None:
-        """Make the runs that are not finished yet, unless they would end after the deadline."""
+        """Make the runs that are not finished yet, unless they would end after the deadline.
+
+        A run that takes longer than estimated is stopped at the deadline, without a result.
+        """
         waiting = [run for run in _distinct(runs) if finished(self.task, run) is None]
         pace = Pace(self.timings() if waiting else {}, self.processes)
-        left_out = 0
+        left_out, stopped = 0, 0
+        until = time.time() + self.deadline - time.monotonic()  # on the clock of other processes
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         terminal = self.console.is_terminal
         with (
@@ -147,23 +156,27 @@ class Comparison:
             self._pool() as pool,
         ):
             bar = progress.add_task(title, total=len(waiting))
-            going: dict[Future[Record], Run] = {}
+            going: dict[Future[Record | None], Run] = {}
             while waiting or going:
                 while waiting and len(going) < self.processes:
                     run = waiting.pop(0)
                     if time.monotonic() + pace.seconds(run) > self.deadline:
                         left_out += 1
                         continue
-                    going[pool.submit(perform, self.task, run, self.device)] = run
+                    going[pool.submit(perform, self.task, run, self.device, until)] = run
                 for done in wait(going, return_when=FIRST_COMPLETED).done if going else ():
-                    record = done.result()
-                    pace.learn(going.pop(done), record)
+                    run, record = going.pop(done), done.result()
+                    if record is None:
+                        stopped += 1
+                        continue
+                    pace.learn(run, record)
                     self.console.print(_line(title, record), soft_wrap=True, highlight=False)
                     progress.advance(bar)
-        if left_out:
+        if left_out or stopped:
             self.console.print(
-                f"{title}: {left_out} runs would have ended after --limit and were not started. "
-                "Run the same command again to make them."
+                f"{title}: {left_out} runs would have ended after the time limit and were not started; "
+                f"stopped at the limit: {stopped}. Run the same command again to make them.",
+                soft_wrap=True,
             )
 
     def _pool(self) -> ProcessPoolExecutor | timing.InProcess:
@@ -227,6 +240,12 @@ class Comparison:
             "Trials: runs of the search that chose the settings, with another seed."
         )
         return "\n".join([*(f"| {' | '.join(line)} |" for line in lines), "", note, ""])
+
+    def show_table(self) -> None:
+        """Print the table and write it to `table.md`."""
+        text = self.table()
+        atomic_files.write(self.folder / "table.md", text)
+        self.console.print(text, soft_wrap=True, highlight=False, markup=False)
 
     def _over_seeds(self, runs: Sequence[Run], name: str) -> str:
         records = [finished(self.task, run) for run in runs]
@@ -302,7 +321,7 @@ def _line(title: str, record: Record) -> str:
 
 
 def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
-    """Return a parser with the options that all comparisons have.
+    """Return a parser with the options of a comparison at equal steps and at equal time.
 
     Args:
         description: text of `--help`.
@@ -311,6 +330,7 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     own = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_shared_options(own, steps)
     phase = own.add_mutually_exclusive_group()
     phase.add_argument(
         "--search", action="store_true", help="try all settings of each method's grids"
@@ -321,20 +341,7 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     phase.add_argument(
         "--table", action="store_true", help="print the table of finished runs without training"
     )
-    own.add_argument(
-        "--steps", type=count, default=steps, help=f"training steps (default: {steps})"
-    )
     own.add_argument("--search-steps", type=count, help="steps of a trial (default: --steps)")
-    own.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
-    own.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        help="default: all; the first gives the time of all",
-    )
-    own.add_argument(
-        "--processes", type=count, default=1, help="runs at the same time (default: 1)"
-    )
     own.add_argument(
         "--limit", type=float, default=math.inf, metavar="SECONDS",
         help="do not start a run that would end more than this many seconds from now",
@@ -342,9 +349,33 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     own.add_argument(
         "--bf16", action="store_true", help="compute forward passes in bfloat16 autocast"
     )
-    own.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    own.add_argument("--out", type=Path, help="folder of results (default: results/examples/TASK)")
     return own
+
+
+def add_shared_options(parser: argparse.ArgumentParser, steps: int) -> None:
+    """Add the options that all comparisons have.
+
+    Args:
+        parser: where they are added.
+        steps: default of `--steps`.
+    """
+    parser.add_argument(
+        "--steps", type=count, default=steps, help=f"training steps (default: {steps})"
+    )
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(default: 0 1 2)")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        metavar="METHOD",
+        help="default: all; the others are compared with the first",
+    )
+    parser.add_argument(
+        "--processes", type=count, default=1, help="runs at the same time (default: 1)"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--out", type=Path, help="folder of results (default: results/examples/TASK)"
+    )
 
 
 def main(task: Task, options: argparse.Namespace) -> None:
@@ -354,9 +385,7 @@ def main(task: Task, options: argparse.Namespace) -> None:
     if options.table and not options.methods:  # of those that have been compared
         compared = (timings_in(folder) or {}).get("methods", names)
         names = [name for name in names if name in compared]
-    for name in names:
-        if name not in task.methods:
-            raise SystemExit(f"Invalid method {name!r}. Must be one of {', '.join(task.methods)}.")
+    check_methods(task.methods, names)
     if not options.table:
         check_device(options.device)
         task.load(torch.device("cpu"))  # report missing data here, once, and not in every process
@@ -380,10 +409,14 @@ def main(task: Task, options: argparse.Namespace) -> None:
         return
     if not options.table:
         comparison.compare()
-    text = comparison.table()
-    path = comparison.folder / "table.md"
-    atomic_files.write(path, text)
-    comparison.console.print(text, soft_wrap=True, highlight=False, markup=False)
+    comparison.show_table()
+
+
+def check_methods(known: Collection[str], names: Sequence[str]) -> None:
+    """Exit with a message if one of the names is not that of a method."""
+    for name in names:
+        if name not in known:
+            raise SystemExit(f"Invalid method {name!r}. Must be one of {', '.join(known)}.")
 
 
 def check_device(device: str) -> None:

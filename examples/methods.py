@@ -7,16 +7,19 @@ Weights decay by the same fraction in every method.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from muon import adamw, decayed, muon_and_adamw
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 from training import Settings
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
+from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
 from torch_locoprop.study.methods.optional_packages import pytorch_optimizer
 
 SHRINK = 1e-4  # fraction by which weights decay in a step at the full learning rate
@@ -32,10 +35,13 @@ class Optimizers:
         layers: the layers with local problems, as patterns of names, for each value of the setting
             `layers`. None: all layers.
         max_rows: the most rows that LocoProp keeps for each call of a layer. None: all rows.
+        other_lr: learning rate of AdamW beside Muon, SOAP and the spectral step, for the parameters
+            that these do not train. None: their own.
     """
 
     layers: Mapping[str, Sequence[str] | None]
     max_rows: int | None = None
+    other_lr: float | None = None
 
     def by_adamw(self, model: nn.Module, settings: Settings) -> Optimizer:
         return adamw(model.parameters(), settings["lr"], SHRINK, BETAS)
@@ -43,7 +49,7 @@ class Optimizers:
     def by_muon(self, model: nn.Module, settings: Settings) -> Optimizer:
         """Make Muon for the weights of the inner layers, and AdamW for all other parameters."""
         matrices = [layer.weight for layer in inner_layers(model)]
-        return muon_and_adamw(model.parameters(), matrices, settings, SHRINK, BETAS)
+        return muon_and_adamw(model.parameters(), matrices, settings, SHRINK, BETAS, self.other_lr)
 
     def by_soap(self, model: nn.Module, settings: Settings) -> Optimizer:
         """Make SOAP for all parameters; it treats vectors, such as biases, as Adam does."""
@@ -54,6 +60,29 @@ class Optimizers:
             precondition_frequency=10,
         )
         return optimizer
+
+    def by_soap_and_adamw(self, model: nn.Module, settings: Settings) -> Optimizer:
+        """Make SOAP for the weights of the inner layers, and AdamW for all other parameters."""
+        lr = settings["lr"]
+        matrices = [layer.weight for layer in inner_layers(model)]
+        inside = set(matrices)
+        soap = plain_soap()(
+            matrices, lr=lr, betas=(settings["momentum"], 0.95), weight_decay=SHRINK / lr, every=10
+        )
+        rest = [p for p in model.parameters() if p not in inside]
+        return CombinedOptimizer(soap, self._other(lr)(rest))
+
+    def by_default(self, model: nn.Module, settings: Settings) -> Optimizer:
+        """Make LocoProp with its default settings, with AdamW for the other parameters."""
+        lr = settings["lr"]
+        return LocoProp(
+            model,
+            lr=lr,
+            weight_decay=SHRINK / lr,
+            max_rows=self.max_rows,
+            layers=INNER,
+            fallback=self._other(lr),
+        )
 
     def by_spectral(self, model: nn.Module, settings: Settings) -> Optimizer:
         """Make the preset "spectral", with AdamW for the other parameters."""
@@ -66,7 +95,7 @@ class Optimizers:
             weight_decay=SHRINK / lr,
             max_rows=self.max_rows,
             layers=self.layers[settings["layers"]],
-            fallback=lambda params: adamw(params, lr, SHRINK, BETAS),
+            fallback=self._other(lr),
         )
 
     def by_exact_muon(self, model: nn.Module, settings: Settings) -> Optimizer:
@@ -134,6 +163,20 @@ class Optimizers:
             layers=INNER,
             fallback=lambda params: adamw(params, settings["fallback_lr"], SHRINK, BETAS),
         )
+
+    def _other(self, lr: float) -> Callable[[Iterable[nn.Parameter]], AdamW]:
+        """Return a maker of AdamW for the parameters that a method with this rate does not train."""
+        return lambda params: adamw(params, self.other_lr or lr, SHRINK, BETAS)
+
+
+def plain_soap() -> Callable[..., Optimizer]:
+    """Return the SOAP of `benchmarks`: the package that `by_soap` needs is not on every machine."""
+    root = str(Path(__file__).resolve().parents[1])
+    if root not in sys.path:  # a script in this folder has this folder alone
+        sys.path.append(root)
+    from benchmarks.plain_soap import SOAP
+
+    return SOAP
 
 
 def inner_layers(model: nn.Module) -> list[nn.Linear | nn.Conv2d]:

@@ -108,15 +108,17 @@ def muon_and_adamw(
     settings: Mapping[str, Any],
     shrink: float,
     betas: tuple[float, float],
+    other_lr: float | None = None,
 ) -> CombinedOptimizer:
     """Return Muon for the parameters that are in `matrices`, and AdamW for the other parameters.
 
     Args:
         params: all parameters to train.
         matrices: parameters that Muon should train.
-        settings: `lr` of both, and `momentum` of Muon.
+        settings: `lr`, and `momentum` of Muon.
         shrink: fraction by which weights decay in a step at the full learning rate.
         betas: of AdamW.
+        other_lr: learning rate of AdamW. None: `lr`.
     """
     params, inside = list(params), set(matrices)
     lr, momentum = settings["lr"], settings["momentum"]
@@ -125,5 +127,5 @@ def muon_and_adamw(
     if by_muon:
         parts.append(Muon(by_muon, lr, momentum, shrink / lr))
     if rest:
-        parts.append(adamw(rest, lr, shrink, betas))
+        parts.append(adamw(rest, other_lr or lr, shrink, betas))
     return CombinedOptimizer(*parts)

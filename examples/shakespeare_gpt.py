@@ -16,14 +16,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import comparison
 import torch
 import torch.nn.functional as F
 from methods import INNER, Optimizers
+from next_token import NextToken, Text
 from torch import Tensor, nn
-from training import Batches, Method, Task
+from training import Method
 
 from torch_locoprop.study.data.datasets import VARIABLE
 
@@ -162,24 +162,14 @@ METHODS = {
 # ---- the data -----------------------------------------------------------------------------------
 
 
-class Text(NamedTuple):
-    """The training text `[length]` as character numbers, and the held-out parts as windows."""
-
-    characters: int  # number of distinct characters
-    train: Tensor
-    held_out: dict[str, tuple[Tensor, Tensor]]
-
-
 @dataclass(frozen=True)
-class ShakespeareGPT(Task):
+class ShakespeareGPT(NextToken):
     """Predict the next character of a text."""
 
     layers: int = 4
     width: int = 256
     heads: int = 8
-    context: int = 128
     dropout: float = 0.2
-    batch_size: int = 64
 
     name = "shakespeare-gpt"
     methods = METHODS
@@ -209,28 +199,9 @@ class ShakespeareGPT(Task):
         parts = {"validation": self.windows(validation), "test": self.windows(test)}
         return Text(len(number), train, parts)
 
-    def windows(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the windows `[N, context]` of a text, and the character after each position."""
-        count = (len(text) - 1) // self.context
-        length = count * self.context
-        shape = (count, self.context)
-        return text[:length].reshape(shape), text[1 : length + 1].reshape(shape)
-
     def model(self, data: Text) -> nn.Module:
         sizes = (self.layers, self.width, self.heads, self.context)
-        return GPT(data.characters, *sizes, self.dropout)
-
-    def batches(self, data: Text, generator: torch.Generator) -> Batches:
-        """Yield batches of windows at random positions, forever."""
-        device = data.train.device
-        window = torch.arange(self.context, device=device)
-        last = len(data.train) - self.context
-        while True:
-            starts = torch.randint(last, (self.batch_size, 1), generator=generator, device=device)
-            yield data.train[starts + window], data.train[starts + window + 1]
-
-    def held_out(self, data: Text) -> dict[str, tuple[Tensor, Tensor]]:
-        return data.held_out
+        return GPT(data.tokens, *sizes, self.dropout)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -80,6 +80,8 @@ class Task(ABC):
     name: ClassVar[str]
     methods: ClassVar[Mapping[str, Method]]
     shown: ClassVar[Sequence[str]]  # names of the results in the table, beside the training loss
+    # Held-out parts that are evaluated during training; the others are evaluated at the end alone.
+    followed: ClassVar[Collection[str]] = ("validation", "test")
 
     @property
     def description(self) -> Record:
@@ -185,11 +187,17 @@ class Training:
         return outputs.float()
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Return loss and accuracy on all held-out data."""
+    def evaluate(self, during_training: bool) -> dict[str, float]:
+        """Return loss and accuracy on held-out data.
+
+        Args:
+            during_training: evaluate the parts that the task follows during training, else the others.
+        """
         self.model.eval()
         found = {}
         for part, (inputs, labels) in self.task.held_out(self.data).items():
+            if (part in self.task.followed) != during_training:
+                continue
             chunks = zip(inputs.split(500), labels.split(500), strict=True)
             loss, right = torch.zeros(2, device=self.device, dtype=torch.float64)
             for x, y in chunks:
@@ -212,22 +220,29 @@ def _data(task: Task, device: str) -> Any:
     return task.load(torch.device(device))
 
 
-def perform(task: Task, run: Run, device: str) -> Record:
+def perform(task: Task, run: Run, device: str, deadline: float = math.inf) -> Record | None:
     """Train a model, write the result to the run's file and return it.
 
-    A run ends early, as diverged, when a loss is not finite.
+    A run ends early, as diverged, when a loss is not finite. At the deadline, a time of `time.time()`,
+    it is stopped: None is returned, and no file is written.
     """
     machine.forget_peak(torch.device(device))
     training = Training(task, run, device)
     ends = sorted({round(run.steps * point / POINTS) for point in range(POINTS + 1)} - {0})
     curve: list[Record] = []
     for begin, end in itertools.pairwise([0, *ends]):
+        if time.time() > deadline:
+            return None
         train_loss = float(training.advance(end - begin))
-        curve.append({"step": end, "train loss": train_loss, **training.evaluate()})
-        if not all(map(math.isfinite, curve[-1].values())):
-            curve[-1] = {"step": end}
+        point = {"train loss": train_loss, **training.evaluate(during_training=True)}
+        if not all(map(math.isfinite, point.values())):
+            curve.append({"step": end})
             break
-    done = curve[-1]["step"]
+        curve.append({"step": end, "seconds": training.seconds, **point})
+    done, diverged = curve[-1]["step"], "train loss" not in curve[-1]
+    final = {name: value for name, value in curve[-1].items() if name != "seconds"}
+    if not diverged:
+        final |= training.evaluate(during_training=False)
     record = {
         "task": task.description,
         "method": run.method,
@@ -238,12 +253,16 @@ def perform(task: Task, run: Run, device: str) -> Record:
         "seconds": round(training.seconds, 3),
         "ms_per_step": round(1000 * training.seconds / done, 4),
         "memory_mib": round(machine.memory_mib(training.device), 1),
-        "diverged": "train loss" not in curve[-1],
-        "final": curve[-1],
-        "curve": curve,
+        "diverged": diverged,
+        "final": _rounded(final),
+        "curve": [_rounded(point) for point in curve],
     }
     write(run.path, record)
     return record
+
+
+def _rounded(point: Record) -> Record:
+    return {name: round(value, 6) for name, value in point.items()}
 
 
 def write(path: Path, content: Record) -> None:

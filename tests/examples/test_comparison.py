@@ -19,7 +19,7 @@ from torch import nn
 
 FOLDER = Path(__file__).parents[2] / "examples"
 MODULES = (
-    *("arguments", "muon", "training", "timing", "methods", "comparison"),
+    *("arguments", "muon", "training", "timing", "methods", "comparison", "next_token"),
     *("fashion_cnn", "shakespeare_gpt"),
 )
 TEXT = "to be, or not to be: that is the question.\n" * 60
@@ -428,7 +428,7 @@ def test_no_run_starts_that_would_end_after_the_limit(
 ) -> None:
     folder = main("--seeds", "0", "--limit", "3")
     assert not (folder / "runs").exists()
-    assert "would have ended after --limit" in capsys.readouterr().out
+    assert "would have ended after the time limit" in capsys.readouterr().out
 
 
 def test_results_of_another_task_are_not_mixed_in(
