@@ -67,7 +67,8 @@ def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
 # Three optimizers
 # ----------------
 # LocoProp takes all linear layers, with the head. Embeddings and norms have no local problem. The
-# optimizer in ``fallback=`` trains them; this one is what LocoProp would make itself, with a warning.
+# optimizer in ``fallback=`` trains them. Without it, LocoProp makes an AdamW at a third of its own
+# learning rate, with a warning.
 # Muon takes the matrices of the blocks, and AdamW everything else.
 
 
