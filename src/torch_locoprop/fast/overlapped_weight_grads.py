@@ -43,8 +43,8 @@ def can_overlap(layer: Overlapping, x: Tensor, out: Tensor) -> bool:
 
     Args:
         layer: the record of the layer that was called.
-        x: its input.
-        out: its output.
+        x: the input of the layer.
+        out: the output of the layer.
     """
     if not (cuda_streams.overlapping and _is_worthwhile(x) and type(layer.module) is nn.Linear):
         return False
@@ -61,8 +61,8 @@ def output(layer: Overlapping, x: Tensor, out: Tensor) -> Tensor:
 
     Args:
         layer: the record of the layer that was called.
-        x: its input.
-        out: its output.
+        x: the input of the layer.
+        out: the output of the layer.
     """
     layer.outputs_overlapped += 1
     found: Tensor = _Output.apply(  # type: ignore[no-untyped-call]

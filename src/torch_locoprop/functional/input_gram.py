@@ -199,7 +199,7 @@ class InputGram:
 
         Args:
             module: the layer.
-            x: its input.
+            x: the input of the layer.
             output: the shape of its output.
         """
         layer = self._recorded.get(module)

@@ -215,7 +215,7 @@ class ModelHooks:
 
         Args:
             module: the layer.
-            x: its input.
+            x: the input of the layer.
             g: ∂L/∂a.
             call: which call of the layer it is.
         """

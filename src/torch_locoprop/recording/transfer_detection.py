@@ -169,7 +169,7 @@ def _is_computed_weight(node: Node, kinds: type[Tensor]) -> bool:
 
     Args:
         node: the node.
-        kinds: of leaves that count.
+        kinds: kinds of leaves that count.
     """
     stack, seen, leaves = [node], set(), 0
     while stack:

@@ -43,8 +43,8 @@ def summary_of(
 
     Args:
         model: the model.
-        layers: its layers with a local problem.
-        unserved: its other modules with parameters.
+        layers: the model's layers with a local problem.
+        unserved: the model's other modules with parameters.
         plan: the settings of each layer.
         given: all parameters that the optimizer trains.
         trained_by: name of the optimizer that trains parameters without a local problem.

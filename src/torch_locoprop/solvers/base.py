@@ -108,7 +108,7 @@ class Solver:
 
         Args:
             start: the tensors that are trained, by name.
-            bent: whether the local loss contains a transfer.
+            bent: True if the local loss contains a transfer.
             structure: which entries of XᵀX the solver gets; given only if these are not all.
         """
         return {name: {} for name in start}
@@ -149,7 +149,7 @@ class Solver:
         Args:
             number: how many problems the layer has had before.
             weight: the weight as a matrix ``[..., d, n]``.
-            bent: whether the local loss contains a transfer.
+            bent: True if the local loss contains a transfer.
         """
         return False
 

@@ -49,7 +49,7 @@ class FirstOrder(Solver):
 
         Args:
             tensor: the tensor that the solver will move, ``[..., d, n]`` or ``[..., d]``.
-            numbers: its learning rate and other numbers.
+            numbers: the tensor's learning rate and other numbers.
         """
         return {}
 
@@ -72,7 +72,7 @@ class FirstOrder(Solver):
             tensor: the tensor.
             gradient: the gradient of the local loss, in the shape of the tensor.
             state: the tensor's state.
-            numbers: its learning rate and other numbers.
+            numbers: the tensor's learning rate and other numbers.
             rate: factor of the learning rate in this iteration.
         """
         change, new = self.step(gradient, state, numbers.at(rate, tensor))

@@ -59,7 +59,7 @@ def local_problem(
 
     Args:
         layer: the record of the layer.
-        trained: its tensors that have a gradient.
+        trained: the layer's tensors that have a gradient.
         method: how its problem is formed.
         group_of: the group of each parameter.
         fisher: Fisher matrix of the pre-activations ``[d, d]``, if the method needs one.
@@ -130,7 +130,7 @@ def _inputs(
 
     Args:
         layer: the record of the layer.
-        trained: its tensors that have a gradient.
+        trained: the layer's tensors that have a gradient.
         method: how its problem is formed.
         group: the group of its weight.
         use: what the step needs of the rows; None: possibly all of them.

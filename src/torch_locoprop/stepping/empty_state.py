@@ -27,7 +27,7 @@ def empty_states(
 
     Args:
         layer: the record of the layer.
-        trained: its tensors that are trained.
+        trained: the layer's tensors that are trained.
         method: how its problem is solved.
     """
     part, kind = part_of(layer, method), layer.kind

@@ -44,7 +44,7 @@ class WithFallback(torch.optim.Optimizer):
 
         Args:
             solver: the solver of the local problems.
-            settings: their settings.
+            settings: the settings of the local problems.
         """
         if solver.over_fallback is not None:
             self._fallback_rate = float(settings["lr"]) / solver.over_fallback

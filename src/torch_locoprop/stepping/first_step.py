@@ -52,9 +52,9 @@ def ratios(
 
     Args:
         layer: the record of the layer.
-        problem: its local problem.
+        problem: the layer's local problem.
         new: the solution, after the guards.
-        solver: its solver, which may have no use for a target.
+        solver: the layer's solver, which may have no use for a target.
         of_row: factor of the recorded gradient of a row in the problem.
     """
     moved = problem.displacement(new)
@@ -83,7 +83,7 @@ def advice(steps: Iterable[FirstStep], group: Mapping[str, Any], solver: Solver)
     Args:
         steps: the first steps of the layers of a group.
         group: the group.
-        solver: its solver.
+        solver: the solver of the group.
     """
     steps = list(steps)
     if any(math.isnan(step.weights) and math.isnan(step.outputs) for step in steps):

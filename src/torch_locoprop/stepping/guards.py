@@ -35,7 +35,7 @@ def guarded(
 
     Args:
         problem: the local problem.
-        new: its solution.
+        new: the solution of the problem.
         gate: replace the solution by the BackProp step if it does not decrease the objective.
         cap: the longest displacement, relative to the norm that ``cap_by`` names; None: no limit.
         cap_by: "weight" for the norm of the weight, otherwise that of the BackProp step.

@@ -173,7 +173,7 @@ class LocalSteps:
 
         Args:
             layer: the record of the layer.
-            trained: its tensors that have a gradient, which the step moves.
+            trained: the layer's tensors that have a gradient, which the step moves.
         """
         unrecorded = not (layer.calls or layer.copies or layer.obstacle)
         if unrecorded and layer.shared_facts is None:

@@ -56,7 +56,7 @@ def measured(problem: LocalProblem, new: Tensors) -> dict[str, Tensor | float]:
 
     Args:
         problem: a layer's local problem.
-        new: its solution, after the guards.
+        new: the solution of the problem, after the guards.
     """
     device = next(iter(new.values())).device
     began = _now(device)

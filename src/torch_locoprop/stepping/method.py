@@ -155,7 +155,7 @@ class Plan:
 
         Args:
             states: solver states by parameter.
-            diagnosed: whether the step will be measured.
+            diagnosed: True if the step will be measured.
             layer: the layer.
             moved: names of the tensors that the step moves.
         """
@@ -225,7 +225,7 @@ def _layer_plan(
 
     Args:
         layer: the layer.
-        group: its group.
+        group: the layer's group.
         components: what the names in the group stand for.
         between: the step is between two steps with local problems.
     """
@@ -266,7 +266,7 @@ def _needs_output(layer: LayerRecord, method: Method, straight: bool) -> bool:
     Args:
         layer: the layer.
         method: how its problem is solved.
-        straight: its transfer is known, and its local loss is quadratic.
+        straight: the layer's transfer is known, and the local loss is quadratic.
     """
     if layer.shards is not None:
         return False

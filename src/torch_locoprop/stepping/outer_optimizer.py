@@ -251,7 +251,7 @@ def as_gradients(
 
     Args:
         layer: the record of the layer.
-        problem: its local problem.
+        problem: the layer's local problem.
         found: the solution after the guards; ``found.new`` are displacements.
         ok: a boolean scalar: True if the solution is finite.
         plain: True if the solution is a BackProp step.

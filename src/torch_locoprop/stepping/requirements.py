@@ -36,8 +36,8 @@ def require(
         hooks: the hooks that record for them.
         states: solver states by parameter.
         steps: number of steps taken so far.
-        diagnosed: whether the step will be measured.
-        fisher_missing: whether a layer had no Fisher matrix in the last step, so that one is sampled.
+        diagnosed: True if the step will be measured.
+        fisher_missing: True if a layer had no Fisher matrix in the last step, so that one is sampled.
     """
     draw, searching = fisher_missing, False
     orders: Orders = {}

@@ -268,7 +268,7 @@ def _take_step(
     Args:
         problem: the local problem.
         left: the left factor of the gradient ``left @ rightᵀ``: δ, or with XᵀX the displacement.
-        right: its right factor: the transposed inputs, or XᵀX of the centred rows.
+        right: the right factor of the product: the transposed inputs, or XᵀX of the centred rows.
         at: the displacements with their states. The states are updated in place; the displacements too,
             except with XᵀX, where the kernel reads them as a factor.
         rounded: where the new displacement of the weight is written in the dtype of the factors.

@@ -81,7 +81,7 @@ def footer_of(
 
     Args:
         figure: The figure.
-        runs: Its runs.
+        runs: The runs of the figure.
         timed: How seconds were measured (`how_timed`); empty if nothing is drawn by seconds.
         missing: What is missing, one phrase per reason.
         command: The command that makes the figure.

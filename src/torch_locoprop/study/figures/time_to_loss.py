@@ -44,7 +44,7 @@ class Reached:
     """When one method reached the targets on one task.
 
     Args:
-        line: Its runs.
+        line: The runs of the method.
         epochs: For each run and target the first epoch at whose end the train loss was at most the
             target, or None if it never was.
         steps_per_epoch: Steps of an epoch.

@@ -44,7 +44,7 @@ ROWS = 10_000
 
 
 def is_supported(config: RunConfig) -> bool:
-    """Return whether the method has a population here."""
+    """Return True if the method has a population here."""
     return bool(methods.get(config.method).matrix_update)
 
 

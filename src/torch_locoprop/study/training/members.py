@@ -68,7 +68,7 @@ class Members:
 
         Args:
             train_losses: The train loss of each member that still trains.
-            test_losses: Their test losses.
+            test_losses: The test loss of each member that still trains.
             seconds: Each member's share of the time of the epoch.
             stuck: Not zero for members that count as diverged, whatever their losses are.
         """

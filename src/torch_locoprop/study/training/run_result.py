@@ -18,7 +18,7 @@ class RunResult:
 
     Args:
         folder: The folder of the run.
-        config: Its configuration.
+        config: The configuration of the run.
         metrics: The metrics after each epoch so far; epoch 0 is the untrained model.
     """
 

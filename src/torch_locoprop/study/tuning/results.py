@@ -19,7 +19,7 @@ class Status:
         trials: Trials to finish.
         best: The lowest train loss so far.
         running: Trials that this process is training.
-        epoch: Their epoch.
+        epoch: The epoch of the running trials.
         epochs: The number of epochs of a trial.
     """
 
