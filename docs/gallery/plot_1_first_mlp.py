@@ -92,9 +92,9 @@ runs = {
 # ---------------
 # At equal epochs LocoProp ends far lower: in 12 epochs Adam has learned little more than the mean
 # image. The best of five learning rates takes Adam to 152. **With five times the epochs Adam at its
-# best rate is behind on the train images**, at 100 instead of 80, and a little ahead on the test images.
-# A step of LocoProp takes several times as long as one of Adam, so by the clock of a CPU there is no
-# winner here.
+# best rate is behind on the train images**, at 100 instead of 80, and a little ahead on the test
+# images. A step of LocoProp takes several times as long as one of Adam, so by the clock of a CPU there
+# is no winner here.
 # LocoProp saves steps, and the search for a learning rate.
 
 print(f"{'':<22}  train   test  seconds")
