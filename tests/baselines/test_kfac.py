@@ -198,6 +198,17 @@ def test_running_averages_inverses_every_k_steps_momentum_and_weight_decay() -> 
     follow(model, opt, 30, **options, every=9, weight_decay=0.1)
 
 
+def test_each_of_the_first_twenty_steps_computes_the_inverses() -> None:
+    model, opt = make(every=1000)
+    inverses = []
+    for seed in range(23):
+        opt.zero_grad()
+        backward(model, seed)
+        opt.step()
+        inverses.append(opt.state[model[0].weight]["inverse_inputs"].clone())
+    assert [torch.equal(*pair) for pair in pairwise(inverses)] == 19 * [False] + 3 * [True]
+
+
 def test_defaults() -> None:
     model = network()
     opt = KFAC(model, output_transfer="sigmoid")

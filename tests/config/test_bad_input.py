@@ -229,6 +229,11 @@ def test_bad_component_parameters(make: Any, message: str) -> None:
         make()
 
 
+@pytest.mark.parametrize("component", [NaturalGradient, FisherMahalanobis])
+def test_no_damping_is_allowed(component: Any) -> None:
+    assert component(damping=0.0).damping == 0
+
+
 def test_fallback_must_be_an_optimizer_of_what_it_is_given() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     with pytest.raises(TypeError, match=r"must return a torch.optim.Optimizer, not list"):

@@ -103,6 +103,11 @@ def test_which_regularizers_change_what() -> None:
     assert float(none.value(MOVED, 0.3, None)) == 0
 
 
+def test_classes_of_ones_own_take_no_unknown_options() -> None:
+    with pytest.raises(TypeError):
+        type("Own", (Regularizer,), {}, strength=1.0)
+
+
 def test_a_rate_of_zero_pulls_nothing_back() -> None:
     gradient, moved = ({"weight": batch(2, 3, 4, seed=seed)} for seed in (1, 2))
     rates = torch.tensor([0.0, 0.5]).double()

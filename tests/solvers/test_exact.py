@@ -12,7 +12,13 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.paper import transfers
-from torch_locoprop.paper.closed_form import eigh, implicit_step, precise_enough, sylvester
+from torch_locoprop.paper.closed_form import (
+    eigh,
+    implicit_step,
+    operations,
+    precise_enough,
+    sylvester,
+)
 from torch_locoprop.paper.fisher import cholesky, damped, damped_solve, is_well_posed
 from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure
 from torch_locoprop.paper.linear_map import Dense
@@ -644,3 +650,51 @@ def test_all_columns_decide_whether_c_needs_float64(kind: str) -> None:
             problem, {"weight": {}}, {"weight": Numbers(1.0)}, 1, "constant"
         )
         assert new["weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("matching", [False, True])
+@pytest.mark.parametrize("columns", ["weight", "bias", "both"])
+@pytest.mark.parametrize(
+    ("options", "number", "has_state", "expected"),
+    [
+        ({}, 7, False, True),  # of each batch
+        ({"decay": 0.5, "every": 4, "damping": 0.1}, 8, True, True),
+        ({"decay": 0.5, "every": 4, "damping": 0.1}, 9, True, False),
+        ({"decay": 0.5, "every": 4, "damping": 0.1}, 9, False, True),
+    ],
+)
+def test_which_steps_factorize(
+    options: dict[str, Any],
+    number: int,
+    has_state: bool,
+    expected: bool,
+    columns: str,
+    matching: bool,
+) -> None:
+    """Those of each batch, those that renew C, and those without a factorization that fits."""
+    problem = squared_problem(9)
+    changes: dict[str, Any] = {"loss": Matching()} if matching else {}
+    if columns != "both":
+        changes["start"] = {columns: problem.start[columns]}
+    problem = replace(problem, number=number, **changes)
+    solver, owner = Exact(**options), "bias" if columns == "bias" else "weight"
+    states = solver.empty_states(problem.start, matching)
+    if not has_state:
+        states = {**states, owner: {}}
+    assert solver.factorizes(problem, states) == expected
+    other = {"gram": states[owner].get("gram", torch.eye(2)), "inverse": torch.eye(2)}
+    other |= {"eigenvectors": torch.eye(2)}
+    if expected or "gram" not in states[owner]:
+        return
+    assert solver.factorizes(problem, {**states, owner: other}), "one of them has another size"
+
+
+def test_operations_of_a_closed_form() -> None:
+    """A Cholesky factor and two triangular solves for d rows, or eigenvectors and two products."""
+    d, n = 5, 12
+    factor, triangular, product = n**3 / 3, 2 * d * n**2 / 2, 2 * d * n**2
+    assert operations(d, n, False) == factor + 2 * triangular
+    assert operations(d, n, True) == 9 * n**3 + 2 * product
+    assert operations(d, n, False, Structure("diagonal")) == d * n
+    of_one = operations(d, 4, True)
+    assert operations(d, n, True, Structure("block", 4)) == 3 * of_one

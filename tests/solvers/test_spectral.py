@@ -302,6 +302,7 @@ def test_momentum_of_zero_and_one_output() -> None:
         ({"every": 0}, "every=0"),
         ({"every": True}, "every=True"),
         ({"averaging": 1.0}, "averaging=1.0"),
+        ({"averaging": -0.1}, "averaging=-0.1"),
         ({"damping": 0.0}, "damping=0.0"),
         ({"fall": -1.0}, "fall=-1.0"),
         ({"agreement": -0.5}, "agreement=-0.5"),
