@@ -345,6 +345,19 @@ def test_a_minimum_that_rounding_cannot_tell_is_not_reached() -> None:
     assert (part < 1).all()
 
 
+@pytest.mark.parametrize("size", [1e-12, 1e-6, 1e12])
+def test_the_size_of_gradients_changes_no_direction(size: float) -> None:
+    """A squared loss has no scale, so that the margin for rounding is relative to the slope."""
+    given = random_problem(Linear(), 0)
+    start = {name: torch.zeros_like(tensor) for name, tensor in given.start.items()}
+    problem = replace(given, loss=Squared(), target=GradientDescent(), start=start, g=None)
+    scaled = replace(problem, backprop={name: size * g for name, g in problem.backprop.items()})
+    for steps in (1, 4):
+        one, other = (solved(each, Preconditioned(), steps) for each in (problem, scaled))
+        for name in start:
+            torch.testing.assert_close(other[name] / size, one[name], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_a_gradient_of_zero_moves_nothing(dtype: torch.dtype) -> None:
     """Targets relative to the start are rounded in half precision; that is no residual."""
