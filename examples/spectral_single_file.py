@@ -147,7 +147,9 @@ class Spectral(torch.optim.Optimizer):
             self._renew(state, squares)
         ahead = torch.lerp(gradient, average, mu)
         solution = _product(ahead, state["inverse"])
-        direction = polar(ahead if self.apply == "gradient" else solution)
+        # A polar factor has no size: without a gradient, the average of earlier ones would go on.
+        present = (gradient != 0).any(-1, keepdim=True).any(-2, keepdim=True)
+        direction = polar(ahead if self.apply == "gradient" else solution) * present
         rows = _average(state, "rows", direction.square().mean(-1, keepdim=True), rho)
         equal = direction / _positive(rows.sqrt())
         direction = equal * (_norm(direction) / _positive(_norm(equal)))

@@ -371,6 +371,27 @@ def test_the_summary_names_layers_without_c(
         assert ("inverse" in opt.state[model.weight]) != omits
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"preset": "spectral", "lr": 0.04}], ids=["default", "spectral"]
+)
+def test_a_layer_whose_gradient_has_become_zero_stays(settings: dict[str, Any]) -> None:
+    """Along the average of earlier gradients alone it would go on in steps of full length."""
+    torch.manual_seed(0)
+    body, one, other = (nn.Linear(*sizes).double() for sizes in ((6, 5), (5, 3), (5, 3)))
+    model = nn.ModuleList([body, one, other])
+    opt = LocoProp(model, output_transfer="linear", **settings)
+    for step in range(14):
+        h = body(batch(9, 6, seed=step)).tanh()
+        weight = 0.0 if 4 <= step < 11 else 1.0
+        before = [p.detach().clone() for p in model.parameters()]
+        (one(h).square().mean() + weight * other(h).cos().mean()).backward()
+        opt.step()
+        opt.zero_grad()
+        moved = [not torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True)]
+        assert moved == [True] * 4 + [weight > 0] * 2
+    assert all(entry.isfinite().all() for state in opt.state.values() for entry in state.values())
+
+
 def test_large_gradients_in_half_precision() -> None:
     model = network().to(torch.float16)
     opt = LocoProp(model)

@@ -132,7 +132,7 @@ def spectral(
         agreement: True if steps are scaled by the agreement of gradients and by their growth.
         structure: which entries of XᵀX the step takes.
     """
-    step = Traffic(3, 6 * itemsize) if agreement else Traffic(2, 2 * itemsize)
+    step = Traffic(3, (7 if agreement else 3) * itemsize)
     if renews:
         step = step.plus(_gram(n, itemsize, structure))
     return step.plus(_finite())

@@ -154,13 +154,18 @@ class Spectral(Solver):
         mu = spread(numbers[owner].momentum, gradient)
         state = self._renewed(problem, state, gradient, inverse_of)
         if self.agreement > 0:
-            state = _compared(problem, gradient, state, mu)
+            state, nonzero = _compared(problem, gradient, state, mu)
+        else:
+            nonzero = problem.of_all_outputs(_nonzero(gradient)[..., None, None])
         state = {**state, "average": _average(state.get("average"), gradient, mu)}
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
                 inverse = StructuredGram.beside(found, state["inverse"], may_be_padded=True)
                 found = inverse.times(found, product)
+        # The polar factor has no size: along the average of earlier gradients alone, however small it
+        # has become, the layer would go on in steps of full length.
+        found = torch.where(nonzero > 0, found, 0.0)
         bf16 = problem.products == "bf16" and has_fast_bf16(gradient)
         return Direction(found, state, torch.bfloat16 if bf16 else None)
 
@@ -310,8 +315,17 @@ def _gradient(problem: LocalProblem) -> Tensors:
     return problem.first_gradient
 
 
-def _compared(problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Number) -> Tensors:
+def _nonzero(gradient: Tensor) -> Tensor:
+    """Return how many entries of gradients are not zero: ``[..., d, n] -> [...]``."""
+    return (gradient != 0).sum((-2, -1)).to(gradient.dtype)
+
+
+def _compared(
+    problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Number
+) -> tuple[Tensors, Tensor]:
     """Return the state with the share of the signal in the last gradients, and the growth of steps.
+
+    The second tensor that it returns, ``[..., 1, 1]``, is zero if the gradient is zero.
 
     Args:
         problem: the local problem.
@@ -324,11 +338,9 @@ def _compared(problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Numbe
     past = nothing if past is None else past
     moved = nothing if moved is None else moved
     pairs = ((gradient, gradient), (gradient, past), (gradient, moved), (past, moved))
-    products = torch.stack(
-        [torch.linalg.vecdot(a.flatten(-2), b.flatten(-2)) for a, b in pairs], -1
-    )
-    products = problem.of_all_outputs(products[..., None, :])
-    square, shared, left, ahead = products.chunk(4, -1)
+    products = [torch.linalg.vecdot(a.flatten(-2), b.flatten(-2)) for a, b in pairs]
+    sums = problem.of_all_outputs(torch.stack([*products, _nonzero(gradient)], -1)[..., None, :])
+    square, shared, left, ahead, nonzero = sums.chunk(5, -1)
     before = state["step"].to(gradient) - 1
     seen = 1 - mu**before  # the weight of all gradients in their average
     shared = torch.where(before > 0, shared / seen, square)
@@ -340,12 +352,12 @@ def _compared(problem: LocalProblem, gradient: Tensor, state: Tensors, mu: Numbe
     tiny = torch.finfo(energy.dtype).tiny
     grown = state.get("growth", torch.ones_like(energy))
     known = _known(state, gradient)
-    return {
-        **state,
+    of_steps = {
         "energy": energy.sqrt(),
         "signal": shared / energy.clamp_min(tiny),
         "growth": growth(grown, seen * left, ahead, known, **GROWTH),
     }
+    return {**state, **of_steps}, nonzero
 
 
 def _known(state: Tensors, like: Tensor) -> Tensor:
