@@ -37,6 +37,7 @@ class WithFallback(torch.optim.Optimizer):
     # For the fallback that is made if the user gives none: the learning rate of AdamW, and the numbers
     # of the spectral step for matrices. None: AdamW trains the matrices too.
     _fallback_rate: float = 1e-3
+    _fallback_maximizes: bool = False
     _matrix_group: Mapping[str, Any] | None = None
 
     def _plan_fallback(self, solver: Solver, settings: Mapping[str, Any]) -> None:
@@ -48,6 +49,7 @@ class WithFallback(torch.optim.Optimizer):
         """
         if solver.over_fallback is not None:
             self._fallback_rate = float(settings["lr"]) / solver.over_fallback
+        self._fallback_maximizes = bool(settings["maximize"])
         if isinstance(solver, Spectral):
             self._matrix_group = matrix_group(solver, settings)
 
@@ -75,7 +77,8 @@ class WithFallback(torch.optim.Optimizer):
             for group in groups:
                 self._fallback.add_param_group(group)
         else:
-            self._fallback = make_fallback(factory, params, self._fallback_rate, groups)
+            rate, up = self._fallback_rate, self._fallback_maximizes
+            self._fallback = make_fallback(factory, params, rate, groups, maximize=up)
             self.state.update(self._fallback.state)
         for group in self._fallback.param_groups:
             if not any(group is own for own in self.param_groups):
@@ -143,6 +146,8 @@ def make_fallback(
     params: list[nn.Parameter],
     rate: float,
     groups: list[dict[str, Any]],
+    *,
+    maximize: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the parameters without a local problem.
 
@@ -151,6 +156,7 @@ def make_fallback(
         params: the parameters without a local problem.
         rate: the learning rate of that AdamW.
         groups: these parameters as groups; those with ``spectral`` take the spectral step.
+        maximize: that AdamW maximizes the loss.
 
     Raises:
         TypeError: if ``factory`` does not return a suitable optimizer.
@@ -172,8 +178,8 @@ def make_fallback(
                 stacklevel=4,
             )
         if matrices:
-            return SpectralAdamW(groups, rate, _EPS)
-        return torch.optim.AdamW(params, lr=rate, eps=_EPS)
+            return SpectralAdamW(groups, rate, _EPS, maximize=maximize)
+        return torch.optim.AdamW(params, lr=rate, eps=_EPS, maximize=maximize)
     fallback = factory(params)
     if isinstance(fallback, torch.optim.LBFGS):
         raise TypeError("LBFGS needs a closure of its own and cannot be the fallback.")

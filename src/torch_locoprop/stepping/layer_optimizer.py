@@ -55,7 +55,7 @@ _LOOK_EVERY = 100  # steps between two reads of a GPU's skip counters, each of w
 _KEPT = (
     *("_model", "_components", "_given", "_given_transfers", "_loss", "_fallback", "_outer"),
     *("_apply", "_patterns", "_measurements", "_replays", "_notices", "_fisher_missing"),
-    *("_fallback_rate", "_matrix_group", "_terms"),
+    *("_fallback_rate", "_fallback_maximizes", "_matrix_group", "_terms"),
 )
 
 

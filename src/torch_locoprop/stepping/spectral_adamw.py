@@ -65,10 +65,13 @@ class SpectralAdamW(torch.optim.AdamW):
             :func:`matrix_group`.
         lr: the learning rate of other groups.
         eps: ε of AdamW.
+        maximize: maximize the loss.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], lr: float, eps: float) -> None:
-        super().__init__(groups, lr=lr, eps=eps)
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], lr: float, eps: float, *, maximize: bool = False
+    ) -> None:
+        super().__init__(groups, lr=lr, eps=eps, maximize=maximize)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group({"spectral": False, **param_group})
@@ -158,7 +161,7 @@ def _problem(matrix: nn.Parameter, shards: Shards | None, group: Mapping[str, An
         x=None,
         start={"weight": local(matrix.detach())},
         fixed={},
-        backprop={"weight": local(gradient)},
+        backprop={"weight": -local(gradient) if group["maximize"] else local(gradient)},
         target=locoprop_s.target,
         loss=locoprop_s.loss,
         transfer=Linear(),
