@@ -279,6 +279,20 @@ def test_output_transfer_from_the_closure(loss_fn: Callable[..., Tensor], name: 
     assert output_row(opt)[3:5] == [name, "locoprop-m"]
 
 
+def test_a_softsign_inside_the_loss_of_a_closure_is_not_known() -> None:
+    """After the closure's backward pass, the constant in its denominator is gone."""
+    model = Net(torch.tanh)
+    opt = LocoProp(model, preset="paper-m", lr=1e-4)
+
+    def closure() -> Tensor:
+        loss = F.mse_loss(F.softsign(model(batch(5, 4))), batch(5, 4))
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    assert output_row(opt)[3:5] == ["none", "locoprop-s"]
+
+
 def test_a_transfer_inside_the_model_needs_no_loss() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid())
     opt = LocoProp(model, preset="paper-m", lr=1e-4)

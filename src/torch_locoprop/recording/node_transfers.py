@@ -106,7 +106,10 @@ def _adds_one(division: Any) -> bool:
     saved = division._raw_saved_self, division._raw_saved_other
     if any(getattr(each, "unpack_hook", "not known") is not None for each in saved):
         return False
-    a, denominator = division._saved_self.detach(), division._saved_other.detach()
+    try:
+        a, denominator = division._saved_self.detach(), division._saved_other.detach()
+    except RuntimeError:  # a backward pass has freed them, as in a closure
+        return False
     if not has_values(denominator) or denominator.numel() == 0:
         return False
     expected = 1 + a.abs()
