@@ -295,5 +295,6 @@ class LocoProp(WithParamGroups):
         self._counted = dict(state_dict.get("counts", {}))
         for layer in self._layers:
             layer.count_from(self._counted.get(layer.name, {}))
+            layer.first_step = None  # of the run before
         self._link_fallback()
         self._require()

@@ -192,6 +192,18 @@ def test_settings_that_change_between_two_passes_are_planned_after_both() -> Non
     assert opt._plan is not plan
 
 
+def test_a_loaded_state_from_before_the_first_step_begins_a_new_report() -> None:
+    """A layer that is frozen then is not in it."""
+    model = network()
+    opt = made(model)
+    start = copy.deepcopy(opt.state_dict())
+    step(model, opt)
+    opt.load_state_dict(start)
+    model[0].requires_grad_(False)
+    step(model, opt)
+    assert [layer.first_step is None for layer in opt._layers] == [True, False, False]
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
