@@ -144,6 +144,7 @@ def test_what_comes_after_the_transfer_does_not_matter(
         (lambda a: a / (a.abs() + torch.ones(4).requires_grad_()), "feeds several operations"),
         (lambda a: F.softplus(a, threshold=0.5), "softplus with a threshold below 20"),
         (lambda a: F.softplus(a, threshold=10.0), "softplus with a threshold below 20"),
+        (lambda a: F.softplus(a, beta=-1.0), "softplus with beta=-1.0 has no known matching loss"),
     ],
 )
 def test_no_elementwise_transfer_means_locoprop_s_and_says_why(

@@ -69,11 +69,8 @@ def describe(node: Node) -> str:
     name = node.name()
     if name in _NON_MONOTONE:
         return f"{name.removesuffix('Backward0').lower()} is not monotone: it has no matching loss"
-    if name == "SoftplusBackward0" and _softplus(node) is None:
-        return (
-            f"softplus with a threshold below {_SOFTPLUS_THRESHOLD} is not monotone: it has no "
-            "matching loss"
-        )
+    if name == "SoftplusBackward0" and transfer_of(node) is None:
+        return _why_no_transfer(node)
     if name == "PowBackward0" and getattr(node, "_saved_exponent", None) == 2:
         return "square"
     short = name.rsplit("::", 1)[-1].rstrip("0123456789").removesuffix("Backward")
@@ -127,6 +124,16 @@ def _softplus(node: Any) -> Transfer | None:
     if node._saved_threshold < _SOFTPLUS_THRESHOLD:
         return None
     return transfers.Softplus(float(node._saved_beta))
+
+
+def _why_no_transfer(softplus: Any) -> str:
+    """Return why a softplus is no known transfer."""
+    if softplus._saved_threshold < _SOFTPLUS_THRESHOLD:
+        return (
+            f"softplus with a threshold below {_SOFTPLUS_THRESHOLD} is not monotone: it has no "
+            "matching loss"
+        )
+    return f"softplus with beta={float(softplus._saved_beta)} has no known matching loss"
 
 
 def _elu(alpha: float, scale: float, input_scale: float) -> Transfer:
