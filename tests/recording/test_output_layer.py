@@ -144,6 +144,37 @@ def test_a_dataclass_as_output() -> None:
     assert transfers_of(opt) == {"one": "sigmoid"}
 
 
+@dataclass(slots=True)
+class Slotted:
+    logits: Tensor
+
+
+def in_itself(logits: Tensor) -> dict[str, Any]:
+    output: dict[str, Any] = {"logits": logits}
+    output["self"] = output
+    return output
+
+
+@pytest.mark.parametrize("wrap", [Slotted, in_itself, lambda logits: (Slotted, [logits] * 2)])
+def test_a_transfer_is_found_in_unusual_containers(wrap: Callable[[Tensor], Any]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4)
+            self.logits = torch.empty(0)
+
+        def forward(self, x: Tensor) -> Any:
+            self.logits = torch.sigmoid(self.one(x))
+            return wrap(self.logits)
+
+    model = Model()
+    opt = LocoProp(model, preset="paper-m")
+    model(batch(8, 4).float())
+    model.logits.sum().backward()
+    opt.step()
+    assert transfers_of(opt) == {"one": "sigmoid"}
+
+
 @pytest.mark.parametrize(
     ("width", "after"),
     [

@@ -7,7 +7,7 @@ in ``loss_graph.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -79,15 +79,24 @@ def _is_scalar(tensor: Tensor) -> bool:
     return tensor.dim() == 0
 
 
-def _tensors(output: object) -> Iterator[Tensor]:
-    """Yield all tensors in the output of a model."""
+def _tensors(output: object, outer: tuple[object, ...] = ()) -> Iterator[Tensor]:
+    """Yield all tensors in the output of a model.
+
+    Args:
+        output: what the model returns, or a part of it.
+        outer: the containers that the part is in; none of them is searched again.
+    """
+    values: Iterable[object] = ()
     if isinstance(output, Tensor):
         yield output
+    elif any(output is each for each in outer):
+        return
     elif isinstance(output, dict):
-        for value in output.values():
-            yield from _tensors(value)
+        values = output.values()
     elif isinstance(output, (tuple, list)):
-        for value in output:
-            yield from _tensors(value)
+        values = output
     elif is_dataclass(output):
-        yield from _tensors(list(vars(output).values()))
+        slots = {field.name: getattr(output, field.name, None) for field in fields(output)}
+        values = {**slots, **getattr(output, "__dict__", {})}.values()
+    for value in values:
+        yield from _tensors(value, (*outer, output))
