@@ -397,3 +397,46 @@ def test_a_group_that_was_replaced_is_the_group_that_counts() -> None:
             opt.zero_grad()
         found.append(weights(model))
     assert_close(found[0], found[1], 0.0)
+
+
+def split(model: nn.Module) -> list[dict[str, Any]]:
+    """Return the usual groups: biases without weight decay."""
+    named = dict(model.named_parameters())
+    return [
+        {"params": [p for name, p in named.items() if name.endswith("weight")]},
+        {"params": [p for name, p in named.items() if name.endswith("bias")], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"variant": "locoprop-s", "solver": "exact"}], ids=["default", "exact"]
+)
+def test_a_later_rate_for_biases_alone_is_refused_like_one_of_the_constructor(
+    settings: dict[str, Any],
+) -> None:
+    model = network()
+    opt = LocoProp(model, param_groups=split(model), output_transfer="sigmoid", **settings)
+    for rate in (0.02, 0.03):
+        for group in opt.param_groups:
+            group["lr"] = rate
+        cross_entropy(model(batch(7, 6)), batch(7, 3)).backward()
+        opt.step()
+        opt.zero_grad()
+    before = weights(model)
+    cross_entropy(model(batch(7, 6)), batch(7, 3)).backward()
+    opt.param_groups[1]["lr"] = 0.0
+    with pytest.raises(ValueError, match=r"their groups differ in lr\. Give both the same"):
+        opt.step()
+    assert all(map(torch.equal, weights(model), before))
+
+
+@pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("momentum", 2.0), ("decay", -0.1)])
+def test_later_numbers_out_of_range_are_refused(name: str, value: float) -> None:
+    model = network()
+    opt = LocoProp(model, output_transfer="sigmoid")
+    cross_entropy(model(batch(7, 6)), batch(7, 3)).backward()
+    opt.param_groups[0][name] = value
+    before = weights(model)
+    with pytest.raises(ValueError, match=f"Invalid {name}={value}"):
+        opt.step()
+    assert all(map(torch.equal, weights(model), before))

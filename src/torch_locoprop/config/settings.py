@@ -186,7 +186,7 @@ class Settings(TypedDict, total=False):
         bool,
         Switch(
             default=False,
-            meaning="maximize the loss; the fallback optimizer has an option of its own.",
+            meaning="maximize the loss, with the default fallback too.",
         ),
     ]
     every: Annotated[
@@ -278,6 +278,7 @@ SETTINGS: dict[str, Setting] = {
 DEFAULTS: dict[str, Any] = {name: setting.default for name, setting in SETTINGS.items()}
 LAYER_SETTINGS = tuple(name for name, setting in SETTINGS.items() if not setting.per_tensor)
 PLAN_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_plan)
+OUTSIDE_PLAN = tuple(name for name in SETTINGS if name not in PLAN_SETTINGS)
 GRAPH_KEY_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.in_graph_key)
 
 

@@ -10,10 +10,11 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from torch_locoprop.config.groups import BOOKKEEPING, EMPTY, OF_OUTER, Group, check_agreement
 from torch_locoprop.config.presets import Given, told_unused
+from torch_locoprop.config.settings import OUTSIDE_PLAN
 from torch_locoprop.distributed import ddp
 from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast.dispatch import graphs
@@ -73,6 +74,7 @@ class LayerOptimizer(WithStateDict, Joins):
     _fallback_factory: FallbackFactory | None
     _fisher_missing: bool  # a layer had no Fisher matrix in the last step
     _attached: bool
+    _numbers: list[list[Any]]  # settings that are no part of the plan, as they were checked
     _counted: dict[str, dict[str, int]]  # counts at a resumption or a change of groups
 
     def _attach(self) -> None:
@@ -89,6 +91,7 @@ class LayerOptimizer(WithStateDict, Joins):
         self._hooks = ModelHooks(self._model, self._layers, self._loss.known_transfer)
         self._hooks.before_forward = weakref.WeakMethod(self._require_anew)
         self._graphs = graphs.StepGraphs()
+        self._numbers = []
         self._attached = True
         self._require()
 
@@ -141,10 +144,17 @@ class LayerOptimizer(WithStateDict, Joins):
             self._require()
 
     def _is_planned(self) -> bool:
-        """Return True if the plan is for the settings as they are now; check these if it is not."""
-        current = self._plan.is_current(self._local_groups())
-        for group in [] if current else self._local_groups():
-            self._components.check(group)
+        """Return True if the plan is for the settings as they are now; check these if they changed."""
+        groups = self._local_groups()
+        current = self._plan.is_current(groups)
+        given = [[group[name] for name in OUTSIDE_PLAN] for group in groups]
+        numbers = [[each for each in own if not isinstance(each, Tensor)] for own in given]
+        if not current or numbers != self._numbers:
+            for group in groups:
+                self._components.check(group)
+            if len(groups) > 1 and self._outer is None:  # whose schedules move lr, but no local_lr
+                self._check_agreement(self._layers, self._group_of())
+            self._numbers = numbers
         return current
 
     @property
