@@ -408,3 +408,20 @@ def test_once_transfers_are_known_the_graph_is_the_users_own() -> None:
         assert "relu" in opt.summary()
         results.append(weights(model))
     assert_close(*results, 0.0)
+
+
+def test_an_optimizer_may_be_made_while_a_model_is_searched() -> None:
+    """Another thread may do so at any point; here the search itself does."""
+    made = []
+
+    class Leaves(set[int]):
+        def __ior__(self, other: object) -> Leaves:  # type: ignore[override, misc]
+            made.append(LocoProp(nn.Linear(2, 2)))
+            return self
+
+    model = Net(torch.tanh)
+    opts = [LocoProp(model) for _ in range(2)]
+    for opt in opts:
+        opt._hooks.search.leaves = Leaves()
+    model(batch(8, 6)).sum().backward()
+    assert made

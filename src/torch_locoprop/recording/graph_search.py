@@ -56,7 +56,7 @@ class GraphSearch:
         leaves = transfer_detection.trace(tensor, sink, self.records_gradients)
         if not _is_scalar(tensor):  # a scalar is a loss, which may have a penalty on weights
             # Other hooks on this model need these leaves: their searches end at marked nodes.
-            for each in watchers:
+            for each in watchers():
                 each.search.leaves |= leaves
 
 

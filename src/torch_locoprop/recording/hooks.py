@@ -39,7 +39,7 @@ from torch_locoprop.recording.weak_hook import (
     hook_for,
     remove_inert,
     serials,
-    watchers,
+    watch,
 )
 
 
@@ -82,7 +82,7 @@ class ModelHooks:
         self._pending_calls: weakref.WeakSet[PendingCall] = weakref.WeakSet()
         self._layer_of: dict[nn.Parameter, LayerRecord] = {}
         weakref.finalize(self, _remove, handles)
-        watchers.add(self)
+        watch(self)
 
     def watches(self, module: nn.Module) -> bool:
         """Return True if this object has a hook on the module."""

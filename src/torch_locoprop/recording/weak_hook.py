@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from threading import RLock
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
     from torch_locoprop.recording.hooks import ModelHooks
 
 serials = itertools.count()
-watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all ModelHooks that are alive
+_watchers: weakref.WeakSet[ModelHooks] = weakref.WeakSet()  # all ModelHooks that are alive
+_WATCHERS = RLock()  # a set that one thread adds to cannot be gone through by another
 _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary()
 
 
@@ -135,12 +137,24 @@ def remove_inert(module: nn.Module) -> None:
                 module._forward_hooks_with_kwargs.pop(key, None)
 
 
+def watch(hooks: ModelHooks) -> None:
+    """Add new :class:`~.hooks.ModelHooks` to those that are alive."""
+    with _WATCHERS:
+        _watchers.add(hooks)
+
+
+def watchers() -> list[ModelHooks]:
+    """Return all :class:`~.hooks.ModelHooks` that are alive, of the models of all threads."""
+    with _WATCHERS:
+        return list(_watchers)
+
+
 # ---- for compiled graphs -------------------------------------------------------------------------
 
 
 def watchers_of(module: nn.Module) -> list[ModelHooks]:
     """Return all :class:`~.hooks.ModelHooks` that watch a module, the oldest first."""
-    return sorted((each for each in watchers if each.watches(module)), key=lambda w: w.serial)
+    return sorted((each for each in watchers() if each.watches(module)), key=lambda w: w.serial)
 
 
 def hooked_module(key: str) -> nn.Module | None:
