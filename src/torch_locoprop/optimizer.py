@@ -185,7 +185,7 @@ class LocoProp(WithParamGroups):
             factors = self._outer_factors()
             directions = self._iterate_locally(steps, trained)
             self._step_outer(trained, directions, factors)
-            self._finish(steps)
+            self._finish(steps, trained)
         return loss
 
     # ---- the stages of a step ------------------------------------------------------------------
@@ -241,12 +241,12 @@ class LocoProp(WithParamGroups):
             self._notices.not_recorded(self._graphs.failure)
         return directions
 
-    def _finish(self, steps: LocalSteps) -> None:
+    def _finish(self, steps: LocalSteps, trained: Trained) -> None:
         """Drop what was recorded, step the fallback, and plan the next step."""
         self._hooks.clear()
+        self._note_absent(trained)
         self._fisher_missing = steps.fisher_missing
-        for group in self._local_groups():
-            group["steps"] += 1
+        self._count_step()
         self._step_others()
         self._require_next()
         self._warn_of_skipped()
@@ -259,8 +259,7 @@ class LocoProp(WithParamGroups):
 
     def count_replayed_step(self) -> None:
         """Account for a step that a CUDA graph of the whole training step has replayed."""
-        for group in self._local_groups():
-            group["steps"] += 1
+        self._count_step()
         self._warn_of_skipped()
 
     # ---- reports and state ---------------------------------------------------------------------

@@ -185,8 +185,11 @@ class KFAC(WithFallback):
                 "model(x), so that labels can be drawn from its output."
             )
         steps = group["steps"]
-        due = steps < EARLY or steps % group["every"] == 0
+        every = group["every"]
+        # Also after a multiple of k in which the layer had no gradient.
+        due = steps < EARLY or steps // every > state.get("renewed", 0) // every
         if due or "inverse_inputs" not in state:
+            state["renewed"] = steps
             state["inverse_inputs"], state["inverse_gradients"] = damped_inverses(
                 state["inputs"], state["gradients"], group["damping"]
             )

@@ -153,6 +153,10 @@ class Solver:
         """
         return False
 
+    def renews(self, number: int) -> bool:
+        """Return True if the problem of this number renews what the solver keeps of earlier inputs."""
+        return False
+
     def phase(self, number: int) -> int:
         """Return equal values for problem numbers that are solved by the same sequence of work."""
         return 0

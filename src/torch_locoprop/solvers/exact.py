@@ -103,7 +103,7 @@ class Exact(Solver):
                 by_rows = problem.others is None and not isinstance(problem.x, Gram)
                 return Sums(gradient, h, None if by_rows else problem.square(torch.float64))
             state = self._fitting(problem, gradient, state)
-            renews = self._renews(problem.number) or _factors(h) not in state
+            renews = self.renews(problem.number) or _factors(h) not in state
             gram = state.get("gram")
             if renews or self.decay > 0:
                 gram = running_average(gram, problem.square(gradient.dtype), self.decay)
@@ -141,7 +141,7 @@ class Exact(Solver):
         owner = "weight" if "weight" in problem.start else "bias"
         state = self._fitting(problem, join(problem.start), states[owner])
         factors = "eigenvectors" if problem.loss.uses_transfer else "inverse"
-        return not self.averages or self._renews(problem.number) or factors not in state
+        return not self.averages or self.renews(problem.number) or factors not in state
 
     def _fitting(self, problem: LocalProblem, gradient: Tensor, state: Tensors) -> Tensors:
         """Return a state; an empty one if the bias was frozen or unfrozen, or the structure changed."""
@@ -217,10 +217,10 @@ class Exact(Solver):
 
     def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
         posed = not bent and self._is_well_posed(weight.shape[-1] + 1, weight.dtype)
-        return posed or not self._renews(number)
+        return posed or not self.renews(number)
 
     def phase(self, number: int) -> int:
-        return int(self._renews(number))
+        return int(self.renews(number))
 
     def use_of_rows(
         self,
@@ -236,7 +236,7 @@ class Exact(Solver):
         if not self.averages:
             return RowUse(square=True, precise=True)
         known = structure.fits(state.get(_factors(None)), columns)
-        renew = self._renews(number) or not known
+        renew = self.renews(number) or not known
         return RowUse(square=renew or self.decay > 0)
 
     @property
@@ -244,7 +244,7 @@ class Exact(Solver):
         """True if C is averaged, damped or kept over steps; False for each batch's own problem."""
         return not (self.every == 1 and self.decay == 0 and self.damping is None)
 
-    def _renews(self, number: int) -> bool:
+    def renews(self, number: int) -> bool:
         return number % self.every == 0
 
     def _is_well_posed(self, size: int, dtype: torch.dtype) -> bool:

@@ -259,7 +259,7 @@ class Spectral(Solver):
         return True
 
     def phase(self, number: int) -> int:
-        return int(self._renews(number))
+        return int(self.renews(number))
 
     @staticmethod
     def omits_gram(columns: int, structure: Structure) -> bool:
@@ -287,9 +287,9 @@ class Spectral(Solver):
     ) -> bool:
         """Return True if a step computes C of its rows."""
         known = structure.fits(state.get("inverse"), columns)
-        return not self.omits_gram(columns, structure) and (self._renews(number) or not known)
+        return not self.omits_gram(columns, structure) and (self.renews(number) or not known)
 
-    def _renews(self, number: int) -> bool:
+    def renews(self, number: int) -> bool:
         return number < EARLY or number % self.every == 0
 
 

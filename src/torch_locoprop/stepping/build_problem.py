@@ -24,7 +24,7 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.row_reduction import gram_of_calls, row_weight
 from torch_locoprop.solvers import Numbers
 from torch_locoprop.solvers.base import States
-from torch_locoprop.stepping.method import Method, problems_before
+from torch_locoprop.stepping.method import Method, number_of
 from torch_locoprop.stepping.requirements import changed
 from torch_locoprop.stepping.several_processes.layer_part import Inputs, Part
 
@@ -114,7 +114,7 @@ def local_problem(
         outputs=None if part is None else part.outputs,
         gram_of=dispatch.gram,
         structure=None if use is None or use.structure == FULL else use.structure,
-        number=problems_before(group),
+        number=number_of(layer, group),
     )
 
 

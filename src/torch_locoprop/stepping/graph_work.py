@@ -21,7 +21,7 @@ from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import FirstOrder, Spectral
-from torch_locoprop.stepping.method import Plan, is_ours, problems_before
+from torch_locoprop.stepping.method import MISSED, Plan, is_ours, number_of, problems_before
 from torch_locoprop.stepping.outer_state import own_entries
 
 Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # the tensors of each layer that a step moves
@@ -67,7 +67,7 @@ def work_of(
     for layer, own in trained.items():
         if layer.needs - {"g_norm"} or not layer.calls:
             return None
-        key += (layer.name, *own, *layer.role)
+        key += (layer.name, *own, *layer.role, layer.counts.get(MISSED))
         for call in layer.calls:
             read = _inputs(call)
             key += (call.shape, None if call.kept is None else len(call.kept), len(read))
@@ -129,7 +129,7 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         has_state = [bool(own_entries(state[p])) for p in own.values()]
         settled = solver.stateless or (any if solver.closed_form else all)(has_state)
         weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
-        number, bent = problems_before(plan.group(layer)), variant.loss.uses_transfer
+        number, bent = number_of(layer, plan.group(layer)), variant.loss.uses_transfer
         fixed = solver.is_fixed_work(number, weight, bent)
         if not settled or not fixed or not all(map(is_ours, parts)):
             return False

@@ -39,7 +39,7 @@ from torch_locoprop.stepping.graph_work import Trained, is_capturable
 from torch_locoprop.stepping.local_steps import Directions
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.method import Plan, problems_before
+from torch_locoprop.stepping.method import MISSED, Plan, number_of, problems_before
 from torch_locoprop.stepping.outer_optimizer import Apply, capped_step
 from torch_locoprop.stepping.outer_state import own_entries
 from torch_locoprop.stepping.requirements import (
@@ -171,8 +171,11 @@ class LayerOptimizer(WithStateDict, Joins):
     @property
     def phase(self) -> tuple[int, ...]:
         """A key of the next step: if :attr:`capturable`, steps with equal keys do the same work."""
-        groups = self._local_groups()
-        return tuple(self._components.solver(g).phase(problems_before(g)) for g in groups)
+        group_of, solver = self._plan.group, self._components.solver
+        return tuple(
+            solver(group_of(layer)).phase(number_of(layer, group_of(layer)))
+            for layer in self._layers
+        )
 
     def __repr__(self) -> str:
         """Return the settings of each group: those that its solver uses, or the fallback's own."""
@@ -281,6 +284,22 @@ class LayerOptimizer(WithStateDict, Joins):
         if self._measurements is not None:
             self._measurements.clear()
         return {layer: own for layer in self._layers if (own := layer.with_gradient)}
+
+    def _count_step(self) -> None:
+        """Count a step of the local problems."""
+        for group in self._local_groups():
+            group["steps"] += 1
+
+    def _note_absent(self, trained: Trained) -> None:
+        """Note which layers were absent from a step that renews what their solvers keep of inputs."""
+        for layer in self._layers:
+            group = self._plan.group(layer)
+            if group["steps"] % group["every"]:
+                continue
+            if layer in trained:
+                layer.counts.pop(MISSED, None)
+            elif self._components.solver(group).renews(problems_before(group)):
+                layer.counts[MISSED] = 1
 
     def _drop_overwritten(self, trained: Trained) -> None:
         """Drop recorded inputs that were written to; warn of them, and of those not recorded."""

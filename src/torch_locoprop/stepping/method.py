@@ -27,6 +27,9 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import COMPILED, IN_PIECES, NOT_CALLED
 from torch_locoprop.solvers import SOLVERS, FirstOrder, Solver
 
+# A count of a layer, 0 or 1: the layer was absent from a step in which its solver renews what it keeps.
+MISSED = "missed"
+
 
 @dataclass(frozen=True)
 class Method:
@@ -187,7 +190,7 @@ class Plan:
         asked = Structure(group["gram"], group["block_size"], ones="bias" in moved)
         structure = asked if asked.reduces(columns) else FULL
         given = {} if structure == FULL else {"structure": structure}
-        solver, number = own.method.solver, problems_before(group)
+        solver, number = own.method.solver, number_of(layer, group)
         use = solver.use_of_rows(own.method.local_steps, number, state, columns, **given)
         if use is None:
             return None
@@ -209,8 +212,16 @@ class Plan:
 
 
 def problems_before(group: Group) -> int:
-    """Return how many local problems each layer of a group has had."""
+    """Return how many local problems a layer of a group has had if it took part in all steps."""
     return int(-(-group["steps"] // group["every"]))
+
+
+def number_of(layer: LayerRecord, group: Group) -> int:
+    """Return the number of a layer's problem, by which solvers decide what they renew.
+
+    A layer that was absent from a step that renews gets the number zero in its next step, which renews.
+    """
+    return 0 if layer.counts.get(MISSED) else problems_before(group)
 
 
 def is_ours(component: object) -> bool:
