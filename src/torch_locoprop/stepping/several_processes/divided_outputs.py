@@ -180,8 +180,7 @@ def _all_inputs(problem: LocalProblem, facts: SharedFacts) -> Any:
 def _row_gradients(problem: LocalProblem) -> Tensors:
     """Return ∂L/∂a and ∂L/∂y of each row, ``[rows, d]``, as far as the target needs them."""
     known = {"g": problem.g, "v": problem.v}
-    needs = problem.target.needs
-    return {key: rows for key, rows in known.items() if rows is not None and key in needs}
+    return {key: rows for key, rows in known.items() if rows is not None}
 
 
 def _of_all_outputs(
