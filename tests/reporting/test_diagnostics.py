@@ -59,6 +59,16 @@ def test_displacement_cosine_and_length(apply: str) -> None:
         assert row.milliseconds > 0
 
 
+def test_a_time_on_a_gpu_waits_for_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    measurements._now(torch.device("cpu"))
+    assert not waited
+    device = torch.device("cuda", 1)
+    measurements._now(device)
+    assert waited == [device]
+
+
 def test_milliseconds_are_those_of_the_solution_without_the_measuring(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_the_warning_counts_one_parameter_as_one() -> None:
         LocoProp(model)
 
 
+def test_the_warning_counts_one_matrix_as_one() -> None:
+    cell = nn.RNNCell(3, 3)
+    cell.weight_hh.requires_grad_(False)
+    with pytest.warns(UserWarning, match="1 of them is a matrix and takes spectral steps"):
+        LocoProp(nn.Sequential(cell, nn.Linear(3, 3)))
+
+
 def test_schedulers_and_zero_grad_reach_the_fallback() -> None:
     model, opt = make()
     scheduler = lr_scheduler.ExponentialLR(opt, 0.5)
@@ -109,11 +117,35 @@ def test_a_fallback_with_state_from_the_start() -> None:
     assert not torch.equal(weights(model[1])[0], before[0])
 
 
+def test_a_fallback_with_steps_behind_it_goes_on() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)).double()
+    before = torch.optim.Adam(model[1].parameters(), lr=0.1)
+    model(batch(4, 6)).square().mean().backward()
+    before.step()
+    norm = [p.detach().clone().requires_grad_() for p in model[1].parameters()]
+    alone = torch.optim.Adam(norm, lr=0.1)
+    alone.load_state_dict(copy.deepcopy(before.state_dict()))
+    model.zero_grad()
+    opt = LocoProp(model, fallback=lambda params: before)
+    for seed in range(2):
+        model(batch(4, 6, seed=seed)).square().mean().backward()
+        for mine, theirs in zip(norm, model[1].parameters(), strict=True):
+            mine.grad = theirs.grad.clone()
+        alone.step()
+        opt.step()
+        opt.zero_grad()
+    assert_close(weights(model[1]), [p.detach() for p in norm], 0.0)
+
+
 def test_add_param_group_may_go_to_the_fallback() -> None:
     model, opt = make()
     step(model, opt)
     model.append(nn.LayerNorm(3).double())
     opt.add_param_group({"params": model[-1].parameters()})
+    numbers = [p.numel() for p in (*model[0].parameters(), *model[3].parameters())]
+    sizes = [[p.numel() for p in group["params"]] for group in opt.param_groups]
+    assert sizes == [numbers, [5, 5], [3, 3]]
     before = weights(model[-1])
     step(model, opt)
     assert not torch.equal(weights(model[-1])[1], before[1])

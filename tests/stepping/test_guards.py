@@ -186,11 +186,25 @@ def test_the_factor(dtype: torch.dtype) -> None:
     assert cap_factor(norm([zero]), norm([one]), 1.0) == 1
     assert cap_factor(norm([2 * one, one]), norm([one]), 1.0) == pytest.approx(5**-0.5)
     assert cap_factor(norm([one]), norm([4 * one]), 0.5) == 1
+    tiny = torch.tensor(torch.finfo(dtype).smallest_normal, dtype=dtype)
+    assert cap_factor(norm([zero]), tiny, float(tiny)) == 1  # tiny² is rounded to zero
     large = torch.full((100,), 6e4, dtype=dtype)  # whose norm float16 cannot hold
     assert cap_factor(norm([large]), norm([large]), 0.5) == 0.5
 
 
 # Gate -------------------------------------------------------------------------------------------
+
+
+def test_a_solution_that_does_not_move_is_no_reason_to_close_the_gate() -> None:
+    model = network()
+    opt = loco(model, gate=True, solver="momentum")
+    for factor in (1, 0):
+        model.zero_grad()
+        (factor * cross_entropy(model(X), Y)).backward()
+        for p in model.parameters():
+            opt.state[p] = {}
+        opt.step()
+    assert [int(layer.counts["gated"]) for layer in opt._layers] == [0, 0, 0]
 
 
 @pytest.mark.filterwarnings("ignore:The first step changes")

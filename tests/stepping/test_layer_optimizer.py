@@ -17,12 +17,15 @@ from sharded_cases import Case, S, make_optimizer, sharded
 from sharded_cases import network as sharded_network
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
 from torch_locoprop import LocoProp
+from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.regularizers import L1
 from torch_locoprop.paper.transfers import TRANSFERS, Tanh
 from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.loss_graph import LossFacts
 
 M: dict[str, Any] = {"variant": "locoprop-m", "lr": 1e-2, "gamma": 2.0, "local_steps": 4}
 
@@ -130,10 +133,50 @@ def test_counters_on_a_device_are_read_every_hundred_steps(
     assert bool(found) is told
 
 
+@pytest.mark.parametrize(
+    ("types", "is_recording", "told"),
+    [(("cpu",), True, False), (("cpu",), False, True), ((), True, True)],
+)
+def test_no_counter_is_read_while_a_cuda_graph_is_recorded(
+    types: tuple[str, ...], is_recording: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opt = made(network())
+    monkeypatch.setattr(graphs, "DEVICE_TYPES", types)
+    monkeypatch.setattr(graphs, "is_recording", lambda: is_recording)
+    opt._layers[0].counts["skipped"] = 1
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt._warn_of_skipped()
+    assert bool(found) is told
+
+
+@pytest.mark.parametrize(("steps", "looks"), [((1, 7, 7), True), ((7, 1, 1), False)])
+def test_modules_that_were_added_are_looked_for_after_the_first_step(
+    steps: tuple[int, ...], looks: bool
+) -> None:
+    """One parameter with a gradient is enough."""
+    model = network()
+    opt = made(model, param_groups=in_groups(model, {}, {}, {}))
+    model.add_module("idle", nn.Linear(3, 2).double())
+    model.add_module("added", nn.Linear(3, 2).double())
+    model.added.bias.grad = torch.zeros(2, dtype=torch.float64)
+    for group, number in zip(opt.param_groups, steps, strict=True):
+        group["steps"] = number
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        opt._warn_of_skipped()
+    assert [str(each.message).split(" got")[0] for each in found] == (["'added'"] if looks else [])
+
+
 def test_a_message_names_a_group_only_if_there_are_several() -> None:
     model = network()
     with pytest.warns(UserWarning, match="^The first step changes the weights"):
         step(model, made(model, variant="locoprop-s", solver="sgd", lr=1e4))
+    two = network()
+    groups = [{"params": two[0].parameters()}, {"params": two[2:].parameters(), "lr": 1e4}]
+    opt = made(two, variant="locoprop-s", solver="sgd", lr=1e-3, param_groups=groups)
+    with pytest.warns(UserWarning, match="^Parameter group 1: The first step changes"):
+        step(two, opt)
 
 
 def test_the_advice_of_a_group_is_about_its_own_layers() -> None:
@@ -192,6 +235,44 @@ def test_settings_that_change_between_two_passes_are_planned_after_both() -> Non
     assert opt._plan is not plan
 
 
+def test_settings_that_a_step_changes_are_planned_with_the_next_one() -> None:
+    """As by a hook of the fallback. The next passes may be of parts of the model, without its hooks."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double()
+    opt = made(model, variant="locoprop-s", local_steps=1, fallback=_adam)
+    assert opt._fallback is not None
+    opt._fallback.register_step_post_hook(
+        lambda *given: opt.param_groups[0].update(local_steps=opt.param_groups[0]["steps"] + 1)
+    )
+    for number in range(1, 4):
+        cross_entropy(model[1:](model[:1](batch(8, 6))), batch(8, 3, seed=9)).backward()
+        opt.step()
+        opt.zero_grad()
+        assert [opt._plan.method(layer).local_steps for layer in opt._layers] == [number + 1] * 2
+
+
+def test_the_search_ends_when_a_layer_that_was_never_called_is_frozen() -> None:
+    model = network()
+    model.add_module("unused", nn.Linear(3, 3).double())
+    opt = made(model)
+    for is_trained in (True, True, False):
+        model.unused.requires_grad_(is_trained)  # type: ignore[operator]
+        step(model[:5], opt)
+        assert opt._hooks.search.is_on is is_trained
+
+
+def test_the_report_on_a_first_step_ends_with_it_after_a_state_from_before_it() -> None:
+    model = network()
+    opt = made(model, param_groups=in_groups(model, {}, {}, {}))
+    start = copy.deepcopy(opt.state_dict())
+    step(model, opt)
+    for group in start["param_groups"][1:]:
+        group["steps"] = 7  # of a group from another run
+    opt.load_state_dict(start)
+    assert all("g_norm" in layer.needs for layer in opt._layers)
+    step(model, opt)
+    assert not any("g_norm" in layer.needs for layer in opt._layers)
+
+
 def test_a_loaded_state_from_before_the_first_step_begins_a_new_report() -> None:
     """A layer that is frozen then is not in it."""
     model = network()
@@ -202,6 +283,34 @@ def test_a_loaded_state_from_before_the_first_step_begins_a_new_report() -> None
     model[0].requires_grad_(False)
     step(model, opt)
     assert [layer.first_step is None for layer in opt._layers] == [True, False, False]
+
+
+def test_a_change_after_the_backward_pass_that_needs_no_rows() -> None:
+    model = network()
+    opt = made(model, variant="locoprop-s", solver="sgd", local_steps=1)
+    step(model, opt)
+    before = model[0].weight.detach().clone()
+    backward(model)
+    opt.param_groups[0]["maximize"] = True
+    opt.step()
+    assert model[0].weight.grad is not None
+    torch.testing.assert_close(model[0].weight.detach(), before + 0.02 * model[0].weight.grad)
+
+
+def test_gradients_of_rows_that_a_change_needs_are_kept_from_the_next_pass_on() -> None:
+    model, other = network(), network()
+    opt = made(model, solver="sgd")
+    step(model, opt)
+    backward(model)
+    opt.param_groups[0]["variant"] = "pocoprop-m"
+    with pytest.raises(RuntimeError, match="gradients of its outputs, which were not kept"):
+        opt.step()
+    opt.zero_grad()
+    other.load_state_dict(model.state_dict())
+    step(model, opt)
+    step(other, made(other, solver="sgd", variant="pocoprop-m"))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +411,18 @@ def test_one_group_that_averages_asks_for_the_terms_of_the_loss(
         opt.zero_grad()
 
 
+def test_the_terms_of_the_last_pass_are_those_of_the_step_if_all_layers_had_one_pass() -> None:
+    """Otherwise they are counted from the rows of the output: 8 rows of 3."""
+    model = network()
+    opt = made(model, loss_fn=partial(mse_loss, reduction="sum"), local_reduction="mean")
+    mse_loss(model(batch(8, 6)), batch(8, 3), reduction="sum").backward()
+    opt._layers[2].is_output = True
+    opt._hooks.search.loss_facts = LossFacts(sums=True, by_row=False, terms=7)
+    assert opt._loss_terms() == 7
+    opt._layers[0].passes.add(-1)
+    assert opt._loss_terms() == 8 * 3
+
+
 def test_a_loss_that_is_not_a_sum_has_one_term() -> None:
     for reduction, settings in (("mean", {"local_reduction": "mean"}), ("sum", {})):
         model, criterion = network(), nn.BCEWithLogitsLoss(reduction=reduction)
@@ -323,6 +444,56 @@ def test_one_entry_of_a_gradient_is_a_gradient(entry: tuple[int, int]) -> None:
     model[0].weight.grad[entry] = 1.0  # type: ignore[index]
     with pytest.raises(RuntimeError, match="No layer recorded"):
         opt.step()
+
+
+def test_a_step_of_zeros_with_rows_is_a_step() -> None:
+    model = network()
+    opt = made(model, lr=0.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    (0 * model(batch(8, 6)).sum()).backward()
+    opt.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    assert opt.param_groups[0]["steps"] == 1
+    assert opt.param_groups[0]["state_of"] == opt.param_groups[0]["solver"]
+
+
+def test_a_gradient_without_values_is_a_gradient() -> None:
+    model = network().to("meta")
+    opt = made(model, lr=0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    with pytest.raises(RuntimeError, match="No layer recorded"):
+        opt.step()
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_an_outer_optimizer_keeps_the_state_of_the_others_from_steps_of_zeros(
+    frozen: bool,
+) -> None:
+    """The layers are frozen, or have gradients of zero at rates of zero."""
+    model, alone = (
+        nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.Linear(5, 3)).double() for _ in range(2)
+    )
+    alone[1].load_state_dict(model[1].state_dict())
+    layers = [p for i in (0, 2) for p in model[i].parameters()]
+    outer = torch.optim.Adam([{"params": layers}, {"params": model[1].parameters()}], lr=0.1)
+    plain = torch.optim.Adam(alone[1].parameters(), lr=0.1)
+    opt = made(model, apply="gradient", outer=outer)
+    rates = {True: 1.0, False: 1.0} if frozen else {True: 1.0, False: 0.0}
+    for p in layers:
+        p.requires_grad_(not frozen)
+        p.grad = None if frozen else torch.zeros_like(p)
+    for scale in (0.0, 1.0, 1.0) if frozen else (1.0, 1.0, 1.0):
+        for group in opt.param_groups:
+            group["lr"] = scale * rates[group["fallback"]] * group["local_lr"]
+        plain.param_groups[0]["lr"] = 0.1 * scale
+        for p, q in zip(model[1].parameters(), alone[1].parameters(), strict=True):
+            p.grad = batch(5)
+            q.grad = batch(5)
+        opt.step()
+        plain.step()
+    for p, q in zip(model[1].parameters(), alone[1].parameters(), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_states_that_there_are_stay_in_a_step_of_zeros() -> None:
@@ -456,17 +627,16 @@ def test_gradients_that_fully_shard_has_not_added_up_are_refused(in_pipeline: bo
         opt = make_optimizer(Case(S), model)
         model.set_requires_gradient_sync(False)  # type: ignore[operator]
         model(torch.ones(5, 6).double()).sum().backward()
-        if in_pipeline:
-            opt._hooks.averaging.__dict__["pipeline"] = SimpleNamespace(is_used=True)
-            for layer in opt._layers:
-                layer.sharded.unreduced = True
-                layer.note_reduction = partial(setattr, layer.sharded, "unreduced", False)  # type: ignore[method-assign]
-            assert opt._layers_with_gradient() is not None
-            return
-        with pytest.raises(RuntimeError, match=r"Call set_requires_gradient_sync\(True\)"):
-            opt.step()
+        if not in_pipeline:
+            with pytest.raises(RuntimeError, match=r"Call set_requires_gradient_sync\(True\)"):
+                opt.step()
         for layer in opt._layers:
             layer.sharded.unreduced = True
+            layer.note_reduction = partial(setattr, layer.sharded, "unreduced", False)  # type: ignore[method-assign]
+        if in_pipeline:
+            opt._hooks.averaging.__dict__["pipeline"] = SimpleNamespace(is_used=True)
+            assert opt._layers_with_gradient() is not None
+            return
         with pytest.raises(RuntimeError, match="are not added up over the processes"):
             opt._layers_with_gradient()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,12 @@ from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import dispatch
+from torch_locoprop.fast.dispatch import graphs, streams
 from torch_locoprop.paper.transfers import TRANSFERS, Linear
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
+from torch_locoprop.stepping import local_steps
 from torch_locoprop.stepping.local_steps import (
+    LocalSteps,
     _new_entries,
     _state_like,
     _state_pairs,
@@ -170,3 +175,141 @@ def test_states_are_those_after_the_step_with_a_gate_and_without(gate: bool) -> 
             square = opt.state[p]["square"]
             torch.testing.assert_close(square, torch.full_like(p, expected), rtol=1e-6, atol=1e-9)
     assert opt.skipped_updates == {"0": 0, "2": 0, "4": 0}
+
+
+# ---- the way that all layers are solved -------------------------------------------------------------
+
+
+def layers_on(*types: str) -> dict[Any, Any]:
+    """Return layers without a bias, each on a device of a type."""
+    made = [
+        SimpleNamespace(given=[SimpleNamespace(device=torch.device(t))], shared_facts=None, ready=t)
+        for t in types
+    ]
+    return {Layer(layer): {} for layer in made}
+
+
+class Layer:
+    """A layer of which only its device is known."""
+
+    def __init__(self, known: SimpleNamespace) -> None:
+        self.__dict__ = known.__dict__
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> LocalSteps:
+    """A step on a machine whose GPUs are of the type "meta"."""
+    model = network()
+    opt = made(model)
+    cross_entropy(model(batch(8, 6)), batch(8, 3)).backward()
+    monkeypatch.setattr(graphs, "DEVICE_TYPES", ("meta",))
+    monkeypatch.setattr(streams, "on_device", lambda device: nullcontext())
+    return opt._pose_problems(opt._layers_with_gradient())
+
+
+@pytest.mark.parametrize(
+    ("types", "in_stacks"),
+    [
+        (("cpu", "cpu"), True),
+        (("meta", "meta"), False),
+        (("cpu", "meta"), False),
+        (("meta", "cpu"), False),
+    ],
+)
+@pytest.mark.parametrize("kernels", [(True, True), (True, False), (False, True)])
+def test_layers_on_a_gpu_are_solved_on_streams(
+    types: tuple[str, ...],
+    in_stacks: bool,
+    kernels: tuple[bool, ...],
+    steps: LocalSteps,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On many of them only if all layers have kernels of ours: cuBLAS takes memory for each."""
+    layers = layers_on(*types)
+    of_layer = dict(zip(layers, kernels, strict=True))
+    solved: list[object] = []
+    found: list[object] = []
+
+    def side_streams(most: int) -> Any:
+        found.append(most)
+        return nullcontext(lambda ready: nullcontext())
+
+    def in_stacks_(_: LocalSteps, layers: Any) -> dict[Any, Any]:
+        found.append("stacks")
+        return {}
+
+    monkeypatch.setattr(streams, "side_streams", side_streams)
+    monkeypatch.setattr(LocalSteps, "_solve_in_stacks", in_stacks_)
+    monkeypatch.setattr(
+        LocalSteps, "_solve_timed", lambda _, layer, own: solved.append(layer) or {}
+    )
+    monkeypatch.setattr(local_steps, "may_have_kernels", lambda plan, layer: of_layer[layer])
+    assert steps.solve_all(layers) == {}
+    most = streams.MANY_STREAMS if all(kernels) else streams.FEW_STREAMS
+    assert found == (["stacks"] if in_stacks else [most])
+    assert solved == ([] if in_stacks else [*reversed(layers)])
+
+
+@pytest.mark.parametrize(
+    ("types", "can_record", "recorded"),
+    [
+        (("meta", "meta"), True, True),
+        (("meta", "meta"), False, False),
+        (("cuda:0", "cuda:1"), True, False),
+        (("cpu", "cpu"), True, False),
+    ],
+)
+def test_steps_on_one_gpu_are_recorded(
+    types: tuple[str, ...],
+    can_record: bool,
+    recorded: bool,
+    steps: LocalSteps,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs, "DEVICE_TYPES", ("meta", "cuda"))
+    monkeypatch.setattr(graphs, "can_record", lambda device: can_record)
+    monkeypatch.setattr(LocalSteps, "solve_all", lambda *given: {})
+    monkeypatch.setattr(local_steps, "work_of", lambda *given: None)
+    step_graphs, taken = graphs.StepGraphs(), []
+    monkeypatch.setattr(step_graphs, "take", lambda *given: taken.append(given) or {})
+    assert steps.solve_or_replay(layers_on(*types), step_graphs, []) == {}
+    assert bool(taken) is recorded
+
+
+@pytest.mark.parametrize(
+    ("apply", "is_recorded", "noted"),
+    [("replace", True, 1), ("replace", False, 0), ("gradient", True, 0), ("nothing", True, 0)],
+)
+def test_autograd_is_told_of_weights_that_a_replay_writes(
+    apply: str, is_recorded: bool, noted: int, steps: LocalSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a backward pass through the weights of before would be wrong without an error."""
+    weight = nn.Parameter(torch.zeros(2))
+    work = SimpleNamespace(moving=[weight]) if is_recorded else None
+    monkeypatch.setattr(graphs, "can_record", lambda device: True)
+    monkeypatch.setattr(local_steps, "work_of", lambda *given: work)
+    steps.apply = apply
+    step_graphs, before = graphs.StepGraphs(), weight._version
+    monkeypatch.setattr(step_graphs, "take", lambda *given: {})
+    assert steps.solve_or_replay(layers_on("meta"), step_graphs, []) == {}
+    assert weight._version == before + noted
+
+
+def test_layers_without_a_bias_are_timed() -> None:
+    model = network(bias=False)
+    opt = made(model, diagnose=True)
+    cross_entropy(model(batch(8, 6)), batch(8, 3)).backward()
+    opt.step()
+    assert all(row.milliseconds > 0 for row in opt.diagnostics())
+
+
+def test_a_gradient_without_values_counts_as_one() -> None:
+    """Of a layer that was not called, in a program that estimates memory."""
+    model = network()
+    model.add_module("unused", nn.Linear(3, 3))
+    unused: Any = model.to("meta").unused
+    opt = made(model, solver="sgd", lr=0.1, layers=["0", "unused"], fallback=_sgd)
+    loss = model[:5](torch.zeros(8, 6, device="meta", dtype=torch.float64)).square().mean()
+    (loss + unused.bias.sum()).backward()
+    with pytest.warns(UserWarning, match="'unused'"):
+        opt.step()

@@ -131,6 +131,13 @@ def test_a_layer_has_the_group_of_its_weight() -> None:
     groups.append({"params": [m.weight for m in layers], "lr": 0.2})
     opt = made(model, param_groups=groups)
     assert [opt._plan.group(layer)["lr"] for layer in opt._layers] == [0.2] * 3
+    for number in (0, 1):  # and its number of steps
+        opt = made(model, param_groups=groups, every=2)
+        opt.param_groups[1]["steps"], opt.param_groups[0]["steps"] = number, 1 - number
+        plan = Plan(opt._local_groups(), opt._components)
+        iterations = {plan.method(layer).local_steps for layer in opt._layers}
+        assert iterations == {1 if number == 1 else opt.param_groups[0]["local_steps"]}
+        assert opt.param_groups[0]["local_steps"] > 1
 
 
 @pytest.mark.parametrize(

@@ -432,6 +432,20 @@ def test_groups_with_schedules_of_their_own(apart: bool) -> None:
     assert_close(weights(model), weights(plain))
 
 
+def test_one_outer_group_with_two_rates_is_refused() -> None:
+    model = network()
+    layers = [list(model[i].parameters()) for i in (0, 2, 4)]
+
+    def outer(params: list[nn.Parameter]) -> Optimizer:
+        groups = [{"params": layers[0] + layers[1]}, {"params": layers[2]}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    opt = loco(model, outer, param_groups=[{"params": params} for params in layers])
+    opt.param_groups[0]["lr"] *= 0.5
+    with pytest.raises(ValueError, match="Give outer= a group for each"):
+        train(model, opt.step, steps=1)
+
+
 def test_entries_of_a_gradient_that_are_not_finite_stay() -> None:
     """The local solution is not finite, and the outer optimizer gets the gradient as far as it is."""
     model = network()

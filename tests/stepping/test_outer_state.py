@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from torch_locoprop import LocoProp
+from torch_locoprop.stepping.outer_state import without_absent
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -69,6 +70,10 @@ def fallback(params: list[nn.Parameter]) -> Optimizer:
 OUTER: dict[str, Callable[[nn.Module], dict[str, Any]]] = {
     "two optimizers": lambda model: {"outer": two, "fallback": fallback},
     "of all parameters": lambda model: {"outer": reversed_adamw(model)},
+    "of two groups": lambda model: {
+        "outer": reversed_adamw(model),
+        "param_groups": [{"params": model[:2].parameters()}, {"params": model[2].parameters()}],
+    },
 }
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 SOLVERS = ("rmsprop", "sgd", "exact")  # with a state and without
@@ -174,6 +179,37 @@ def test_a_parameter_without_a_state_has_none_after_a_flattened_one() -> None:
     for each, trained in ((model, opt), (other, loaded)):
         train(each, trained, range(2, 4))
     assert all(map(torch.equal, weights(model), weights(other)))
+
+
+def test_a_state_is_absent_if_all_its_entries_are() -> None:
+    """Of a parameter's own state and of that of an outer optimizer, each for itself."""
+    state = {
+        0: {"square": 1.0, "momentum": {}, "outer.step": {}, "outer.exp_avg": {}},
+        1: {"square": {}, "momentum": {}, "outer.step": 2.0, "outer.exp_avg": {}},
+        2: {"square": {}},
+        3: {"square": 3.0, "outer.step": 4.0},
+    }
+    assert without_absent({"state": state, "param_groups": []}) == {
+        "state": {
+            0: {"square": 1.0, "momentum": {}},
+            1: {"outer.step": 2.0, "outer.exp_avg": {}},
+            2: {},
+            3: {"square": 3.0, "outer.step": 4.0},
+        },
+        "param_groups": [],
+    }
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_loaded_state_is_where_tools_look_for_its_names(name: str) -> None:
+    (model, opt), (other, loaded) = (made(name, "rmsprop", seed) for seed in range(2))
+    train(model, opt, range(2))
+    loaded.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert loaded.state[q].keys() == opt.state[p].keys()
+        for key, entry in loaded.state[q].items():
+            assert torch.equal(torch.as_tensor(entry), torch.as_tensor(opt.state[p][key]))
+    assert any(key.startswith("outer.") for key in loaded.state[other[0].weight])
 
 
 def test_a_flattened_state_with_an_outer_optimizer_is_refused_without_one() -> None:

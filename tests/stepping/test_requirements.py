@@ -290,3 +290,48 @@ def test_settings_may_change_after_the_backward_pass_to_others_that_need_no_more
         plain.step()
         for p, q in zip(model.parameters(), other.parameters(), strict=True):
             assert torch.equal(p, q)
+
+
+def test_a_solver_is_asked_again_if_something_has_changed() -> None:
+    """What is moved, the layer's role, or the number of the step: the answer may depend on it."""
+    solver = Asked(TWO)
+    opt = made(network(), **{**GAMMA, "variant": "locoprop-s", "solver": solver})
+    layer, group = opt._layers[0], opt.param_groups[0]
+
+    def asked(*moved: str) -> tuple[Any, ...]:
+        solver.last = ()
+        assert opt._plan.use_of_rows({}, False, layer, moved) == TWO
+        return solver.last
+
+    assert asked("weight", "bias")[3] == 7
+    assert asked("weight", "bias") == ()
+    assert asked("weight")[3] == 6
+    assert asked("weight") == ()
+    group["steps"] += 1
+    assert asked("weight")[1] == 1
+    assert asked("weight") == ()
+    layer.is_output = not layer.is_output
+    assert asked("weight")[3] == 6
+
+
+def test_a_solver_of_a_group_of_channels_knows_the_columns_of_one() -> None:
+    """Of 4 channels in 2 groups, a kernel of size 3 has 2 · 3 inputs."""
+    solver = Asked(TWO)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv1d(4, 8, 3, groups=2), nn.Flatten(), nn.Linear(8, 3)).double()
+    opt = made(model, **{**GAMMA, "variant": "locoprop-s", "solver": solver})
+    opt._plan.use_of_rows({}, False, opt._layers[0], ("weight", "bias"))
+    assert solver.last[3] == 2 * 3 + 1
+
+
+def test_a_plan_that_stays_is_required_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Setting the requirements in each step would cost host time."""
+    model = network()
+    opt = made(model, preset="paper-m")
+    for _ in range(2):
+        step(model, opt)
+    required: list[object] = []
+    monkeypatch.setattr(opt, "_require_of_plan", lambda: required.append(None))
+    for _ in range(3):
+        step(model, opt)
+    assert not required

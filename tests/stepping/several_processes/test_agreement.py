@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from sharded_cases import (
 )
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from torch_locoprop.paper.linear_map import Dense
+from torch_locoprop.stepping.several_processes.agreement import _facts
 
 # Threads of one process: not beside the other tests of a process.
 pytestmark = pytest.mark.distributed
@@ -95,3 +99,32 @@ def test_a_model_of_one_layer_without_a_bias(is_sharded: bool) -> None:
     with nullcontext() if is_sharded else threads.averaged():
         for (weight,) in threads.run(trained, 2):
             torch.testing.assert_close(weight, one[0].weight.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("known", "calls", "obstacle", "has_rows"),
+    [
+        (True, ("empty",), "", True),
+        (True, ("empty",), "why", False),
+        (True, (), "", False),  # not called in this step, with a batch
+        (True, ("other",), "", False),
+        (False, (), "", False),
+    ],
+)
+def test_a_process_without_a_batch_has_rows_where_it_had_some_before(
+    known: bool, calls: tuple[str, ...], obstacle: str, has_rows: bool
+) -> None:
+    made = {name: SimpleNamespace(x=X, kept=None, shape=X.shape) for name in ("empty", "other")}
+    layer: Any = SimpleNamespace(
+        empty_call=made["empty"] if known else None,
+        calls=[made[name] for name in calls],
+        kind=SimpleNamespace(linear_map=Dense()),
+        rows_of=lambda call: len(call.x),
+        transfer=None,
+        is_output=False,
+        has_rows=False,
+        has_gram=False,
+        row_count=0,
+        obstacle=obstacle,
+    )
+    assert _facts(layer).has_rows is has_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -14,6 +15,7 @@ from torch.optim import SGD
 
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact, Preconditioned, Spectral
+from torch_locoprop.stepping.build_problem import Posed
 from torch_locoprop.stepping.several_processes import (
     divided_closed_forms,
     divided_outputs,
@@ -79,6 +81,8 @@ NOT_DIVIDED = {
 }
 # Of five or six outputs, the last of four processes has none.
 WORLDS = [(name, 3) for name in [*CASES, *NOT_DIVIDED]]
+# Of five outputs, the first of two processes has three.
+WORLDS += [(name, 2) for name in ("images of M", "images of PocoProp")]
 WORLDS += [(name, 4) for name in ("S", "images of PocoProp", "preconditioned, images")]
 
 
@@ -173,3 +177,44 @@ def test_images_of_other_shapes_with_as_many_rows_and_numbers_stay(
         for tensors in threads.run(trained, 2):
             for found, p in zip(tensors, one.parameters(), strict=True):
                 torch.testing.assert_close(found, p.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("divided", "settings"),
+    [
+        (divided_polar, {"preset": "spectral"}),
+        (divided_closed_forms, {"variant": "locoprop-s", "solver": "exact"}),
+    ],
+    ids=["polar factors", "closed forms"],
+)
+def test_layers_are_solved_in_rounds(
+    divided: Any, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a round has one layer for each of two processes; the last one has the rest."""
+    found: list[list[str]] = []
+
+    def noted(layers: Sequence[Posed]) -> Any:
+        found.append([posed.layer.name for posed in layers])
+        return solved(layers)
+
+    solved = divided.solved
+    monkeypatch.setattr(divided, "solved", noted)
+    monkeypatch.setattr(divided, "MATRICES", 1)
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(6, 6) for _ in range(5))).double()
+
+    case, one, models = Case(settings), made(), [made() for _ in range(2)]
+    train(case, one, steps=1)
+
+    def trained(rank: int) -> list[Tensor]:
+        opt = train(case, models[rank], steps=0)
+        train(case, Called(models[rank]), batch_bounds(case, rank, 2), 2, steps=1, opt=opt)
+        return whole_tensors(models[rank])
+
+    with threads.averaged():
+        for tensors in threads.run(trained, 2):
+            for several, p in zip(tensors, one.parameters(), strict=True):
+                torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
+    assert sorted(found) == sorted(2 * [["4", "3"], ["2", "1"], ["0"]])

@@ -19,6 +19,7 @@ from torch_locoprop.layers.conv import ConvMap, convolution
 from torch_locoprop.paper.gram import Gram, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.regularizers import REGULARIZERS
+from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.paper.transfers import TRANSFERS
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import SOLVERS, Exact, Spectral
@@ -140,6 +141,7 @@ def test_iterations_with_rows_are_divided_if_all_processes_can(
     [
         ({"n": 128}, True),
         ({"n": 127}, False),
+        ({"n": 128, "local_steps": 2}, True),
         ({"n": 128, "equal_rows": False}, True),
         ({"n": 127, "rows": 10000, "transfer": "linear", "variant": "locoprop-m"}, False),
         ({"n": 128, "rows": 10000, "transfer": "linear", "variant": "locoprop-m"}, True),
@@ -147,7 +149,7 @@ def test_iterations_with_rows_are_divided_if_all_processes_can(
         ({"n": 128, "rows": 3, "equal_rows": False}, False),
         ({"n": 128, "rows": 3, "equal_rows": False, "x": "gram"}, True),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_iterations_with_products_of_rows_are_divided_from_a_width_on(
     given: dict[str, Any], divided: bool
@@ -229,6 +231,42 @@ def test_closed_forms_are_divided_where_they_are_much_work_for_their_size(
         assert (work >= 1920 * d * 2048) is divided
 
 
+@pytest.mark.parametrize(("columns", "divided"), [(480, True), (479, False)])
+def test_closed_forms_are_divided_from_1920_operations_for_each_number_on(
+    columns: int, divided: bool
+) -> None:
+    """n³/3 + 2 d n² for d n numbers: n²/3d + 2n, which is 1920 for d = 80 and n = 480."""
+    own = posed(80, columns - 1, variant="locoprop-s", solver=Exact())
+    assert (columns**2 / 240 + 2 * columns >= 1920) is divided
+    assert divided_closed_forms.is_divided(own) is divided
+
+
+def test_closed_forms_that_cannot_be_divided_are_not() -> None:
+    def of_wide_layer(d: int = 64, n: int = 2047, **given: Any) -> Any:
+        return posed(d, n, **{"variant": "locoprop-s", "solver": Exact(), **given})
+
+    own = of_wide_layer()
+    assert divided_closed_forms.is_divided(own)
+    assert divided_closed_forms.round_size(own) == 12  # four for each process
+    assert not divided_closed_forms.is_divided(of_wide_layer(solver="rmsprop"))
+    assert not divided_closed_forms.is_divided(of_wide_layer(exchanges=False))
+    assert not divided_closed_forms.is_divided(of_wide_layer(all_have_rows=False))
+    own.problem.start = {"weight": torch.zeros(2, 64, 2048)}  # of two groups
+    assert not divided_closed_forms.is_divided(own)
+    kept = of_wide_layer(2100, 1499, solver=Exact(decay=0.5, every=2))
+    kept.states["weight"] = {"inverse": torch.zeros(()).expand(1500, 1500)}
+    for number in range(4):  # every second step uses the factorization of the step before
+        kept.problem.number = number
+        assert divided_closed_forms.is_divided(kept) is (number % 2 == 0)
+
+
+def test_outputs_of_groups_are_not_divided() -> None:
+    own = posed(n=200, variant="locoprop-s", rows=10000, d=200)
+    assert divided_outputs.is_divided(own)
+    own.problem.start = {"weight": torch.zeros(2, 100, 200)}
+    assert not divided_outputs.is_divided(own)
+
+
 @pytest.mark.parametrize(
     ("given", "divided"),
     [
@@ -252,6 +290,25 @@ def test_polar_factors_of_sharded_matrices_are_always_divided() -> None:
     assert divided_polar.is_divided(own)
     assert divided_polar.round_size(own) == 20
     assert divided_polar.round_size(posed(4, 4, solver=Spectral())) == 12
+
+
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+def test_polar_factors_are_assigned_by_the_work_of_whole_matrices(
+    is_sharded: bool, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All processes must assign alike, whichever rows of a sharded matrix they have."""
+    monkeypatch.setattr(divided_polar, "computed", lambda factor, given, group, work: work)
+    monkeypatch.setattr(divided_polar, "applied", lambda factor, given, shards, work: work)
+    shapes = [(12, 8), (5, 9)][-number:]
+    layers = [posed(d, n, solver=Spectral(), exchanges=not is_sharded) for d, n in shapes]
+    for layer, (d, _) in zip(layers, shapes, strict=True):
+        layer.problem.outputs = SimpleNamespace(d=d) if is_sharded else None
+    # Two rows of a sharded matrix, or the matrices of two groups of a convolution.
+    own = [(2, n) if is_sharded else (2, d, n) for d, n in shapes]
+    directions: Any = [SimpleNamespace(matrix=torch.zeros(shape), products=None) for shape in own]
+    expected = [polar_operations(d, n) for d, n in shapes]
+    assert divided_polar._polar_factors(directions, layers) == expected
 
 
 # ---- sharded layers ---------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from sharded_cases import (
     whole_tensors,
 )
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_locoprop.distributed import communication
@@ -160,3 +161,19 @@ def test_the_summary_says_what_is_exchanged(name: str, exchanged: bool, said: st
             (row, *_) = [line for line in summary.splitlines() if f" {kind} " in line]
             notes = [note for note in (GATHERS_ROWS, EXCHANGES_WEIGHTS, WHOLE) if note in row]
             assert notes == ([said] if said else [])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed has several processes")
+def test_a_model_that_is_sharded_in_part() -> None:
+    """Both processes have the same rows, so that the layers that nothing averages agree as well."""
+    one, models = network("smooth"), [network("smooth") for _ in range(2)]
+    train(Case(), one)
+
+    def trained(rank: int) -> list[Tensor]:
+        fully_shard(models[rank][0])
+        train(Case(), models[rank])
+        return whole_tensors(models[rank])
+
+    for found in threads.run(trained, 2):
+        for several, p in zip(found, one.parameters(), strict=True):
+            torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
