@@ -26,13 +26,13 @@ class CompiledGraph:
     returns_model_output: bool = False  # the graph's outputs are what the model returns
     layers: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)  # called layers
     leaves: set[int] = field(default_factory=set)  # ids of leaves used outside of layers
-    weights: weakref.WeakKeyDictionary[nn.Module, int] = field(  # ids of the layers' weights
+    tensors: weakref.WeakKeyDictionary[nn.Module, set[int]] = field(  # ids of weights and biases
         default_factory=weakref.WeakKeyDictionary
     )
 
-    def uses_weight_elsewhere(self, module: nn.Module) -> bool:
-        """Return True if an operation outside of the layer's forward uses the layer's weight."""
-        return self.weights.get(module) in self.leaves
+    def uses_elsewhere(self, module: nn.Module) -> bool:
+        """Return True if an operation outside of the layer's forward uses the layer's tensors."""
+        return not self.leaves.isdisjoint(self.tensors.get(module, ()))
 
 
 class CompiledCall(NamedTuple):

@@ -192,7 +192,8 @@ class ModelHooks:
             present = layer.module._parameters
             trained = [n for n, p in layer.tensors.items() if any(p is q for q in layer.trained)]
             own = [p for n in trained if (p := present.get(n)) is not None and p.requires_grad]
-            layer.unsharded.add(id(present.get("weight")))
+            unsharded = (present.get(name) for name in layer.tensors)
+            layer.unsharded |= {id(p) for p in unsharded if p is not None}
         for p in own:
             if p not in self._layer_of:
                 self._layer_of[p] = layer

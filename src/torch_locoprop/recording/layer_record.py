@@ -57,7 +57,7 @@ class LayerRecord(LocalLayer):
     # What all processes know of the layer.
     shared_facts: SharedFacts | SharedShardFacts | None = None
     sharded: ShardedGradients = field(default_factory=ShardedGradients)  # used if `shards` is given
-    unsharded: set[int] = field(default_factory=set)  # ids of weights that fully_shard has put in
+    unsharded: set[int] = field(default_factory=set)  # ids of tensors that fully_shard has put in
     division: str = ""  # how processes under DDP divided the work of the last step, for reports
     empty_call: Call | None = None  # a call without rows, for steps after the last batch
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # calls by the id of their pass

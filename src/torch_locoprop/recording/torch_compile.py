@@ -103,6 +103,9 @@ def _trace_layer(
     site = _new_call_site(key)
     weight = module.weight  # noqa: F841
     comptime(_note_call_site)
+    bias = module.bias
+    if bias is not None:
+        comptime(_note_bias)
     if is_distributed(out):
         comptime(_note_placements)
         return _tapped_parts(out, inputs[0], site)
@@ -236,7 +239,7 @@ def _note_call_site(context: ComptimeContext) -> None:
     module = site.module()
     assert module is not None
     weight = _fake(context, "weight")
-    graph.weights[module] = id(weight)
+    graph.tensors[module] = {id(weight)}
     if weight.grad_fn is not None:  # torch.func.functional_call has replaced the weight
         for hooks in weak_hook.watchers_of(module):
             if module in hooks.layers:
@@ -247,6 +250,13 @@ def _note_call_site(context: ComptimeContext) -> None:
     add_finalizer = getattr(translator.output, "add_graph_finalizer", None)
     if add_finalizer is not None:
         add_finalizer(lambda module: _search_from_graph_outputs(module, graph))
+
+
+def _note_bias(context: ComptimeContext) -> None:
+    graph = _graph(_fake(context, "out"))
+    module = _call_sites[context.get_local("site").as_python_constant()].module()
+    assert module is not None
+    graph.tensors[module].add(id(_fake(context, "bias")))
 
 
 def _search_from_output(context: ComptimeContext) -> None:

@@ -32,7 +32,7 @@ NONE_IN_LOSS = "no known transfer is inside loss_fn="
 NESTED = "its inputs are nested tensors: it takes BackProp steps"
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 NOT_REACHED = "no backward pass goes through its output: it takes BackProp steps"
-USED_ELSEWHERE = "its weight is used outside of its forward too: it takes BackProp steps"
+USED_ELSEWHERE = "its weight or bias is used outside of its forward too: it takes BackProp steps"
 
 
 def decide_all(
@@ -163,8 +163,8 @@ def assign_transfer(
             returns the layer's own output: no transfer follows the layer inside the model.
         loss_transfer: the transfer inside the loss, as found in ``loss_fn``.
         in_parts: True if the model is compiled in parts. What follows the end of a part is not known.
-        leaves: ids of leaves used by operations outside of layers. A layer whose weight is one of them
-            takes BackProp steps, because its rows do not explain all of its gradient.
+        leaves: ids of leaves used by operations outside of layers. A layer whose weight or bias is one
+            of them takes BackProp steps, because its rows do not explain all of its gradient.
     """
     if not all(call.searched for call in layer.calls):
         if any(call.recomputed for call in layer.calls):
@@ -174,9 +174,9 @@ def assign_transfer(
             )
         return
     compiled = (call.compiled for call in layer.calls if call.compiled is not None)
-    weights = {id(layer.tensors["weight"])} | layer.unsharded
-    if not weights.isdisjoint(leaves) or any(
-        call.graph.uses_weight_elsewhere(layer.module) for call in compiled
+    own = {id(p) for p in layer.tensors.values()} | layer.unsharded
+    if not own.isdisjoint(leaves) or any(
+        call.graph.uses_elsewhere(layer.module) for call in compiled
     ):
         layer.obstacle = layer.obstacle or USED_ELSEWHERE
     findings = layer.findings()

@@ -26,8 +26,8 @@ class LayerDiagnostics:
     the problem of LocoProp-S. The values are summed over rows, or averaged, as ``local_reduction``
     says. The matching loss leaves out its constant ``F*(y*)``, which depends on the target alone,
     so its value may be negative; with a linear transfer, and for all other losses, the value is
-    complete. Both are NaN if the layer recorded no rows: its forward was not called, or its weight
-    is used outside of its forward too.
+    complete. Both are NaN if the layer recorded no rows: its forward was not called, or its weight or
+    bias is used outside of its forward too.
 
     ``local_loss`` and ``backprop_loss`` are changes of the local loss: negative values are progress.
     """

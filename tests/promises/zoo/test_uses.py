@@ -166,15 +166,15 @@ def test_nested_rows_in_a_compiled_graph() -> None:
 class Tied(nn.Module):
     """An autoencoder whose decoder uses its encoder's weight, in several ways."""
 
-    def __init__(self, end: Callable[[Tensor, Tensor], Any]) -> None:
+    def __init__(self, end: Callable[[Tensor, Tensor], Any], tied: str = "weight") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.encoder, self.middle = nn.Linear(6, 4).double(), nn.Linear(4, 4).double()
-        self.end = end
+        self.end, self.tied = end, tied
 
     def forward(self, x: Tensor) -> Any:
         hidden = torch.tanh(self.middle(torch.tanh(self.encoder(x))))
-        return self.end(hidden, self.encoder.weight)
+        return self.end(hidden, getattr(self.encoder, self.tied))
 
 
 def total(output: Any) -> Tensor:
@@ -196,7 +196,7 @@ PENALTIES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "in a loss": lambda h, weight: h.square().mean() + weight.square().sum(),
     "beside the output": lambda h, weight: (h, weight.norm()),
 }
-ELSEWHERE = "its weight is used outside of its forward too: it takes BackProp steps"
+ELSEWHERE = "its weight or bias is used outside of its forward too: it takes BackProp steps"
 
 
 @of_the_compiler
@@ -216,6 +216,38 @@ def test_a_weight_that_is_used_elsewhere_takes_backprop_steps(name: str, compile
         rows = {line.split()[0]: line for line in opt.summary().splitlines() if line}
         assert ELSEWHERE in rows["encoder"]
         assert "locoprop-m" in rows["middle"]
+
+
+@of_the_compiler
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_that_is_used_elsewhere_takes_backprop_steps(compiled: bool) -> None:
+    torch.compiler.reset()
+    model = Tied(lambda h, bias: h * bias, tied="bias")
+    opt = loco(model, local_steps=4)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    total(call(batch(8, 6))).backward()
+    tensors = list(model.encoder.parameters())
+    expected = [p.detach() - RATE * p.grad for p in tensors if p.grad is not None]
+    opt.step()
+    assert_close([p.detach() for p in tensors], expected)
+    rows = {line.split()[0]: line for line in opt.summary().splitlines() if line}
+    assert ELSEWHERE in rows["encoder"]
+    assert ELSEWHERE not in rows["middle"]
+
+
+@of_the_compiler
+@pytest.mark.parametrize("shape", [(8, 6), (8, 3, 6), (3, 8, 6)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_bias_in_its_own_layer_is_no_such_use(shape: tuple[int, ...], compiled: bool) -> None:
+    torch.compiler.reset()
+    model = network()
+    opt = loco(model, local_steps=4)
+    x = batch(*shape)
+    x = x.transpose(0, 1) if shape[0] == 3 else x  # for strided inputs PyTorch adds the bias itself
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    call(x).square().sum().backward()
+    opt.step()
+    assert ELSEWHERE not in opt.summary()
 
 
 class Fed(nn.Module):
