@@ -11,7 +11,7 @@ factors damped. The formulas of the damping and of the clipping are in ``kroneck
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -147,6 +147,16 @@ class KFAC(WithFallback):
         layers = [layer for layer in self._layers if layer.with_gradient]
         check_recorded(layers)
         group = self.param_groups[0]
+        with layers[0].in_own_precision():
+            self._step_layers(layers, group)
+        group["steps"] += 1
+        self._hooks.clear()
+        self._hooks.labels.draw_before(group["steps"])
+        self._step_fallback()
+        return loss
+
+    def _step_layers(self, layers: Sequence[LayerRecord], group: Group) -> None:
+        """Compute the directions of all layers, bound their length together, and move the weights."""
         gradients = [join(_gradients(layer)) for layer in layers]
         directions = [
             self._direction(layer, gradient, group)
@@ -157,11 +167,6 @@ class KFAC(WithFallback):
             directions = [direction * scale.to(direction.device) for direction in directions]
         for layer, direction in zip(layers, directions, strict=True):
             self._move(layer, direction, group)
-        group["steps"] += 1
-        self._hooks.clear()
-        self._hooks.labels.draw_before(group["steps"])
-        self._step_fallback()
-        return loss
 
     def _direction(self, layer: LayerRecord, gradient: Tensor, group: Group) -> Tensor:
         """Return ``D⁻¹ G A⁻¹`` of one layer; update A, D and, if it is time, their inverses.

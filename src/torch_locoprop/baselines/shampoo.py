@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from torch_locoprop.baselines.base import PerTensor
@@ -22,7 +22,7 @@ from torch_locoprop.config.groups import Group
 from torch_locoprop.paper.closed_form import eigh
 from torch_locoprop.paper.fisher import running_average
 from torch_locoprop.paper.names import unknown
-from torch_locoprop.paper.tensors import Tensors, at_least_float32
+from torch_locoprop.paper.tensors import Tensors, at_least_float32, without_autocast
 
 GRAFTING = ("rmsprop", "adagrad", "sgd")
 
@@ -89,6 +89,10 @@ class Shampoo(PerTensor):
         super().check({**group, "decay": 0.0} if group["decay"] in (None, 1) else group)
         if group["grafting"] is not None and group["grafting"] not in GRAFTING:
             raise ValueError(unknown("grafting", group["grafting"], GRAFTING))
+
+    def move(self, parameter: nn.Parameter, gradient: Tensor, group: Group) -> None:
+        with without_autocast(gradient):
+            super().move(parameter, gradient, group)
 
     def change(self, gradient: Tensor, state: Tensors, group: Group) -> tuple[Tensor, Tensors]:
         gradient = at_least_float32(gradient)  # products of half precision may underflow

@@ -16,8 +16,9 @@ functions take stacked matrices of any floating dtype, and compile with
 - Numbers mean what they mean in :class:`torch_locoprop.LocoProp`. A tensor of the shape of the leading
   dimensions gives each matrix a number of its own.
 
-Half precision is computed in float32, in which states are kept, too. On a GPU, products with C have all
-digits of float32 even if TF32 is allowed, except in compiled code.
+Half precision is computed in float32, in which states are kept, too. Autocast has no effect on what is
+computed. On a GPU, products with C have all digits of float32 even if TF32 is allowed, except in
+compiled code.
 
 :class:`InputGram` records C while an engine runs its forward passes, and :func:`as_matrix` and
 :func:`from_matrix` convert between a layer's tensors and its matrix.

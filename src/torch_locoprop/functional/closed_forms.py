@@ -11,7 +11,7 @@ from torch_locoprop.functional.squared_problem import squared_problem
 from torch_locoprop.paper import spectral as pure
 from torch_locoprop.paper.gram import Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.tensors import Number, Tensors, spread
+from torch_locoprop.paper.tensors import Number, Tensors, spread, without_autocast
 from torch_locoprop.solvers import Numbers, Spectral
 
 _SPECTRAL = PRESETS["spectral"].settings
@@ -52,7 +52,7 @@ def closed_form(
     if damping is not None and not damping > 0:
         raise ValueError(f"Invalid damping={damping}. Must be > 0, or None for the proximal term.")
     own, curvature = with_gram(grad, gram)
-    with full_products(own):
+    with without_autocast(own), full_products(own):
         if damping is None:
             found = curvature.solve(own, own.new_ones(()), lr)
         else:
@@ -77,7 +77,8 @@ def polar(matrix: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """
     if matrix.dim() < 2:
         raise ValueError(f"Invalid matrix of shape {list(matrix.shape)}. Expected [..., d, n].")
-    return pure.polar(matrix.to(working_dtype(matrix)), dtype).to(matrix.dtype)
+    with without_autocast(matrix):
+        return pure.polar(matrix.to(working_dtype(matrix)), dtype).to(matrix.dtype)
 
 
 def spectral(
@@ -133,9 +134,14 @@ def spectral(
         _check_state(state, {"average": grad} if gram is None else {"average": grad, "gram": gram})
     solver = _OnGivenGram(every=1, **numbers)
     problem = squared_problem(own, None if curvature is None else curvature.entries, lr=lr)
-    new, states = (solver if curvature is not None else solver.without_rows()).solve(
-        problem, {"weight": state or {}}, {"weight": Numbers(lr, momentum, decay)}, 1, "constant"
-    )
+    with without_autocast(own):
+        new, states = (solver if curvature is not None else solver.without_rows()).solve(
+            problem,
+            {"weight": state or {}},
+            {"weight": Numbers(lr, momentum, decay)},
+            1,
+            "constant",
+        )
     return new["weight"].to(grad.dtype), states["weight"]
 
 

@@ -18,7 +18,7 @@ from torch_locoprop.functional.squared_problem import squared_problem
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.regularizers import Regularizer
-from torch_locoprop.paper.tensors import Number, Tensors, join, split
+from torch_locoprop.paper.tensors import Number, Tensors, join, split, without_autocast
 from torch_locoprop.paper.transfers import Transfer, get
 from torch_locoprop.paper.variants import VARIANTS
 from torch_locoprop.solvers import Numbers, Solver
@@ -88,14 +88,15 @@ def locoprop_s(
     iterations = first_order_solver(solver, eps)
     penalty = regularizer_without_fisher(regularizer)
     problem = squared_problem(own, curvature, lr=lr, gamma=gamma, regularizer=penalty)
-    new, states = iterations.iterate(
-        Iterate(problem, curvature),
-        {"weight": check_state(state, iterations, own)},
-        {"weight": Numbers(lr, momentum, decay, eps)},
-        local_steps,
-        local_decay,
-        iterations.advance_,
-    )
+    with without_autocast(own):
+        new, states = iterations.iterate(
+            Iterate(problem, curvature),
+            {"weight": check_state(state, iterations, own)},
+            {"weight": Numbers(lr, momentum, decay, eps)},
+            local_steps,
+            local_decay,
+            iterations.advance_,
+        )
     return new["weight"].to(grad.dtype), states["weight"]
 
 
@@ -193,13 +194,14 @@ def locoprop_m(
         row_weight=1 / max(inputs.shape[-2], 1) if local_reduction == "mean" else 1.0,
         base=moving,
     )
-    new, states = iterations.solve(
-        problem,
-        _by_name(check_state(state, iterations, own), moving),
-        dict.fromkeys(moving, Numbers(lr, momentum, decay, eps)),
-        local_steps,
-        local_decay,
-    )
+    with without_autocast(own):
+        new, states = iterations.solve(
+            problem,
+            _by_name(check_state(state, iterations, own), moving),
+            dict.fromkeys(moving, Numbers(lr, momentum, decay, eps)),
+            local_steps,
+            local_decay,
+        )
     return join(new).to(grad.dtype), _joined(states)
 
 

@@ -7,6 +7,7 @@ free: K problems of one shape are ``[K, d, n]``, and a number may then be a tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Generator, Tensor
@@ -53,6 +54,14 @@ def spread(number: Number, like: Tensor) -> Number:
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return half-precision tensors as float32, which torch's factorizations need at least."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def without_autocast(like: Tensor) -> AbstractContextManager[object]:
+    """Return a context that computes in the dtypes of its tensors, on the device of ``like``."""
+    device = like.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def norm(tensors: Iterable[Tensor]) -> Tensor:
