@@ -77,7 +77,9 @@ def check_predictive(
         )
 
 
-def check_agreement(layer: str, groups: Sequence[Group], components: Components) -> None:
+def check_agreement(
+    layer: str, groups: Sequence[Group], components: Components, *, later: bool = False
+) -> None:
     """Raise ``ValueError`` unless the groups of a layer's weight and bias have equal settings.
 
     Only settings that a tensor may have for itself, such as ``lr`` of iterative solvers, may differ.
@@ -86,9 +88,12 @@ def check_agreement(layer: str, groups: Sequence[Group], components: Components)
         layer: the layer's name.
         groups: the group of each of its parameters.
         components: what the names in the groups stand for.
+        later: compare only the numbers of a solver that moves weight and bias as one matrix; of other
+            settings that were changed since the constructor, those of the weight count.
     """
     first, *others = groups
-    names = (*LAYER_SETTINGS, *components.solver(first).joint_settings)
+    names = components.solver(first).joint_settings
+    names = names if later else (*LAYER_SETTINGS, *names)
     for other in others:
         differing = [name for name in names if first[name] != other[name]]
         if differing:

@@ -153,7 +153,7 @@ class LayerOptimizer(WithStateDict, Joins):
             for group in groups:
                 self._components.check(group)
             if len(groups) > 1 and self._outer is None:  # whose schedules move lr, but no local_lr
-                self._check_agreement(self._layers, self._group_of())
+                self._check_agreement(self._layers, self._group_of(), later=True)
             self._numbers = numbers
         return current
 
@@ -419,10 +419,15 @@ class LayerOptimizer(WithStateDict, Joins):
         return {p: group for group in self._local_groups() for p in group["params"]}
 
     def _check_agreement(
-        self, layers: list[LayerRecord], group_of: Mapping[nn.Parameter, Group]
+        self,
+        layers: list[LayerRecord],
+        group_of: Mapping[nn.Parameter, Group],
+        *,
+        later: bool = False,
     ) -> None:
         for layer in layers:
-            check_agreement(layer.name, [group_of[p] for p in layer.given], self._components)
+            groups = [group_of[p] for p in layer.given]
+            check_agreement(layer.name, groups, self._components, later=later)
 
     # ---- copied optimizers -----------------------------------------------------------------------
 
