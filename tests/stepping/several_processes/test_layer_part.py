@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +44,7 @@ MORE = {
     "grouped convolution of S": Case(S, "grouped"),
     "mean of a running closed form": Case({**RUNNING, **MEAN}),
     "mean of M, gate": Case({**M, **MEAN, "gate": True, "lr": 0.5}),
+    "one iteration of S": Case({**S, "local_steps": 1}),
 }
 # The other cases, about loops and passes, are for real processes in tests/distributed.
 NAMES = (
@@ -104,8 +106,9 @@ def test_parts_of_layers_are_the_layers_of_one_process(name: str, exchanged: boo
 @pytest.mark.parametrize("variant", [M, S], ids=["M", "S"])
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize(("sizes", "max_rows"), [((8, 4), 3), ((9, 3), 3), ((8, 4), None)])
 def test_rows_that_were_kept_count_for_those_that_were_not(
-    variant: dict[str, Any], mean: bool, exchanged: bool
+    variant: dict[str, Any], mean: bool, exchanged: bool, sizes: tuple[int, int], max_rows: Any
 ) -> None:
     """Of equal rows, ``max_rows`` keeps some that count for all: the problem stays the same.
 
@@ -114,8 +117,8 @@ def test_rows_that_were_kept_count_for_those_that_were_not(
     """
     rows = torch.rand(2, 1, 6, generator=torch.Generator().manual_seed(3)).double()
     settings = {**variant, **(MEAN if mean else {})}
-    counts = (6, 6) if mean else (8, 4)
-    both = [(x.expand(c, 6), w / c) for x, c, w in zip(rows, counts, (8, 4), strict=True)]
+    counts = (6, 6) if mean else sizes
+    both = [(x.expand(c, 6), w / c) for x, c, w in zip(rows, counts, sizes, strict=True)]
     whole, models = network("smooth"), [network("smooth") for _ in range(2)]
     one = make_optimizer(Case(settings), whole)
     for _ in range(2):
@@ -127,8 +130,8 @@ def test_rows_that_were_kept_count_for_those_that_were_not(
 
     def stepped(rank: int) -> list[Tensor]:
         model = sharded(Case(), models[rank])
-        opt = make_optimizer(Case({**settings, "max_rows": 3}), model)
-        own = rows[rank].expand((8, 4)[rank], 6)
+        opt = make_optimizer(Case({**settings, "max_rows": max_rows}), model)
+        own = rows[rank].expand(sizes[rank], 6)
         for _ in range(2):
             (2 * loss_of(Case(), model(own), own)).backward()  # type: ignore[no-untyped-call]
             opt.step()
@@ -175,5 +178,29 @@ def test_a_model_that_is_sharded_in_part() -> None:
         return whole_tensors(models[rank])
 
     for found in threads.run(trained, 2):
+        for several, p in zip(found, one.parameters(), strict=True):
+            torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "settings", [M, {}, {**M, "output_transfer": "softmax"}], ids=["M", "default", "softmax"]
+)
+def test_the_state_of_one_process_goes_on_in_several(settings: dict[str, Any]) -> None:
+    case, world = Case(settings, "smooth"), 3
+    one, models = network(case.model), [network(case.model) for _ in range(world)]
+    opt = train(case, one, steps=2)
+    start, saved = copy.deepcopy((one.state_dict(), opt.state_dict()))
+    train(case, one, steps=2, opt=opt, skip=2)
+    for model in models:
+        model.load_state_dict(start)
+
+    def trained(rank: int) -> list[Tensor]:
+        model = sharded(case, models[rank])
+        own = make_optimizer(case, model)
+        own.load_state_dict(copy.deepcopy(saved))
+        train(case, model, batch_bounds(case, rank, world), world, steps=2, opt=own, skip=2)
+        return whole_tensors(model)
+
+    for found in threads.run(trained, world):
         for several, p in zip(found, one.parameters(), strict=True):
             torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)

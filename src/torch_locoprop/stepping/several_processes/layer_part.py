@@ -159,11 +159,11 @@ class Part:
             calls = [call._replace(x=own) for call, own in zip(calls, rows, strict=True)]
         if _goes_through_gram(layer, facts, use):
             return Inputs(self._gram(layer, calls, x, use, mean), 1.0, linear_map)
-        if self.exchanges_weights(layer, method, gate=group["gate"]):
-            of_each = 1 / (layer.row_count * facts.processes) if mean else 1.0
-            exchanged = ExchangedMap(layer.kind.linear_map, self.shards, moved)
-            return Inputs(x, row_reduction.row_weight(layer, of_each), exchanged)
         weight = self._row_weight(layer, facts, mean)
+        if self.exchanges_weights(layer, method, gate=group["gate"]):
+            return Inputs(x, weight, ExchangedMap(layer.kind.linear_map, self.shards, moved))
+        if isinstance(weight, Tensor):
+            weight = self.shards.all_inputs(weight, facts.kept)
         if isinstance(linear_map, ConvMap):
             x = self._all_images(linear_map, x, facts.processes)
         else:
@@ -242,7 +242,10 @@ class Part:
     def _row_weight(
         self, layer: LayerRecord, facts: SharedShardFacts, mean: bool
     ) -> float | Tensor:
-        """Return the weight of each row of all processes in the local loss."""
+        """Return the weight of each row of this process in the local loss.
+
+        It is a number only if all rows of all processes have the same weight.
+        """
         if facts.equal_rows:
             return 1 / facts.rows if mean else 1.0
         if not mean and all(rows == kept for rows, kept in facts.of_each):
@@ -251,7 +254,7 @@ class Part:
         own = row_reduction.row_weight(layer, of_each)
         if not isinstance(own, Tensor):
             own = layer.like.new_full((row_reduction.kept_rows(layer), 1), own)
-        return self.shards.all_inputs(own, facts.kept)
+        return own
 
     def _all_images(self, linear_map: ConvMap, x: Any, processes: int) -> Any:
         """Return the images of all processes."""
