@@ -16,17 +16,18 @@ from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.distributed.fully_shard import SharedShardFacts
 from torch_locoprop.layers.bilinear import BilinearMap
 from torch_locoprop.layers.conv import ConvMap, convolution
-from torch_locoprop.paper.gram import Gram, Structure
+from torch_locoprop.paper.gram import Gram, RowUse, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.paper.transfers import TRANSFERS
 from torch_locoprop.paper.variants import VARIANTS
-from torch_locoprop.solvers import SOLVERS, Exact, Spectral
+from torch_locoprop.solvers import SOLVERS, Exact, FirstOrder, Spectral
 from torch_locoprop.stepping.several_processes import (
     divided_closed_forms,
     divided_outputs,
     divided_polar,
+    layer_part,
 )
 from torch_locoprop.stepping.several_processes.layer_part import Part
 
@@ -93,6 +94,7 @@ def images(size: int, module: nn.Module | None = None) -> dict[str, Any]:
     return {"linear_map": made.linear_map, "x": x}
 
 
+FEW = RowUse(gradients=1)
 MANY = 50  # iterations, so that rows are less to send
 
 
@@ -358,3 +360,103 @@ def test_weights_are_exchanged_for_iterations_of_dense_layers_alone() -> None:
     assert not exchanges(*many, linear_map=object.__new__(ConvMap))
     assert not exchanges(*many, is_whole=True)
     assert not exchanges(*many, same=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "given", "through_gram"),
+    [
+        (None, {}, False),
+        (None, {"some_have_gram": True}, True),
+        (FEW, {}, False),
+        (FEW, {"some_have_gram": True}, True),
+        (FEW, {"shape": (2, 1, 100)}, False),  # of two groups
+        (FEW, {"holds_rows": False}, True),  # as of a convolution
+        (RowUse(square=True), {}, True),
+        (RowUse(gradients=1, structure=Structure("diagonal")), {}, True),
+        # 1000 · 2² + 5 · 100 · 2² multiplications, and 2 · 5 · 1000 · 100 · 2 with rows.
+        (RowUse(gradients=5), {"rows": 1000, "shape": (100, 2)}, True),
+    ],
+    ids=range(9),
+)
+def test_products_of_the_rows_of_all_processes_are_used_where_rows_are_not(
+    use: RowUse | None, given: dict[str, Any], through_gram: bool
+) -> None:
+    like = torch.zeros(given.get("shape", (1, 100)))
+    linear_map = SimpleNamespace(holds_rows=given.get("holds_rows", True))
+    kind = SimpleNamespace(matrix=lambda name, tensor: tensor, linear_map=linear_map)
+    layer: Any = SimpleNamespace(kind=kind, like=like)
+    rows = given.get("rows", 1)
+    known = SharedShardFacts(((rows, rows),), True, given.get("some_have_gram", False), (0,))
+    assert layer_part._goes_through_gram(layer, known, use) is through_gram
+
+
+@pytest.mark.parametrize(
+    ("use", "dtype"),
+    [
+        (None, torch.float32),
+        (RowUse(square=True), torch.float32),
+        (RowUse(square=True, precise=True), torch.float64),
+    ],
+)
+def test_products_of_rows_have_the_digits_that_the_step_needs(
+    use: RowUse | None, dtype: torch.dtype
+) -> None:
+    shards: Any = SimpleNamespace(sum_over_inputs=lambda of_rows: 2 * of_rows)
+    known = SharedShardFacts(((3, 3), (3, 3)), True, True, (0, 0))
+    layer: Any = SimpleNamespace(like=torch.zeros(1, 2), shared_facts=known, row_count=3)
+    part = Part(shards, layer, True, False, frozenset())
+    x = Gram(torch.eye(2), torch.ones(2), 3)
+    found = part._gram(layer, (), x, use, mean=False)
+    assert found.square.dtype == dtype
+    assert torch.equal(found.square, 2 * torch.eye(2, dtype=dtype))
+    assert found.rows == 6
+
+
+class OwnSgd(FirstOrder):
+    """A solver of the user's, of which nothing is known."""
+
+    name = "own"
+    step = SOLVERS["sgd"].step  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("given", "coupled"),
+    [
+        ({}, False),
+        ({"transfer": "softmax"}, True),
+        ({"transfer": "softmax", "variant": "locoprop-s"}, False),  # which has no transfer
+        ({"transfer": "softmax", "variant": "pocoprop-s"}, True),  # whose target has one
+        ({"variant": "locoprop-s", "solver": OwnSgd()}, True),  # perhaps
+    ],
+    ids=range(5),
+)
+def test_softmax_and_parts_of_the_user_couple_outputs(given: dict[str, Any], coupled: bool) -> None:
+    own = posed(**given)
+    assert layer_part.couples_outputs(own.layer, own.method) is coupled
+
+
+@pytest.mark.parametrize(
+    ("facts_", "use", "same", "said"),
+    [
+        (True, FEW, False, layer_part.GATHERS_ROWS),
+        (True, None, False, layer_part.GATHERS_ROWS),
+        (True, RowUse(), False, ""),  # needs nothing of the rows
+        (True, FEW, True, ""),  # all processes have the same rows
+        (True, RowUse(square=True), False, ""),  # adds up products of rows
+        (False, FEW, False, ""),  # a process has no rows
+        (None, FEW, False, ""),  # before the first step
+    ],
+    ids=range(7),
+)
+def test_the_summary_says_that_rows_are_gathered(
+    facts_: bool | None, use: RowUse | None, same: bool, said: str
+) -> None:
+    like = torch.zeros(1, 100)
+    kind: Any = SimpleNamespace(matrix=lambda name, tensor: tensor, linear_map=Dense())
+    known = None if facts_ is None else SharedShardFacts(((1, 1), (1, 1)), facts_, False, (0, 0))
+    layer: Any = SimpleNamespace(
+        kind=kind, like=like, shared_facts=known, tensors={}, row_use=lambda moved: use
+    )
+    method: Any = SimpleNamespace(solver=Exact(), local_steps=1)
+    part = Part(SimpleNamespace(same_inputs=same, processes=2), kind, True, False, frozenset())  # type: ignore[arg-type]
+    assert part.note(layer, method, {"gate": False}) == said
