@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial, wraps
+from typing import Any
 
 import pytest
 import torch
@@ -425,3 +426,23 @@ def test_an_optimizer_may_be_made_while_a_model_is_searched() -> None:
         opt._hooks.search.leaves = Leaves()
     model(batch(8, 6)).sum().backward()
     assert made
+
+
+@pytest.mark.parametrize("preset", ["general", "paper-m", "paper-s"])
+def test_states_are_plain_tensors_for_inputs_of_a_subclass(preset: Any) -> None:
+    class Image(Tensor):
+        pass
+
+    results = []
+    for kind in (Tensor, Image):
+        model = Net(torch.tanh)
+        opt = LocoProp(model, preset=preset)
+        for seed in range(2):
+            x = batch(7, 6, seed=seed).as_subclass(kind)
+            model(x).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+        entries = [entry for state in opt.state.values() for entry in state.values()]
+        assert {type(entry) for entry in entries} == {Tensor}
+        results.append([*weights(model), *entries])
+    assert_close(*results, 0.0)

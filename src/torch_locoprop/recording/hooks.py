@@ -295,8 +295,20 @@ def _forward_call(
         rows = layer.kind.collect([], [], layer.like)
         shape, version = torch.Size((0, layer.width)), None
     else:
-        rows, shape, version = x.detach(), out.shape, None if x.is_inference() else x._version
+        rows, shape, version = _plain(x), out.shape, None if x.is_inference() else x._version
     return Call(rows, mark, shape, searched=searched, recomputed=recomputed, version=version)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """Return an input without its autograd graph, and as a tensor of torch itself.
+
+    Subclasses such as images with metadata would pass their type on to states, which then are not
+    loaded with ``weights_only=True``. Subclasses with operations of their own stay as they are.
+    """
+    x = x.detach()
+    if type(x) is Tensor or type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return x
+    return x.as_subclass(Tensor)
 
 
 def _recorder(
