@@ -292,6 +292,18 @@ def test_a_signal_saves_a_checkpoint_and_resume_says_from_where(
     assert losses[0] == losses[1]
 
 
+def test_a_signal_before_the_run_begins_asks_for_the_same_command(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder does not say yet what to train, so --resume would train the default."""
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "begin", lambda *_: signal.raise_signal(signal.SIGINT))
+        code, _, err = run("train", *TASK, "--out", "there", "--quiet")
+    assert code == exit_codes.INTERRUPTED
+    assert err == "Interrupted. Give the same command again to start the run.\n"
+    assert run("train", *TASK, "--out", "there", "--quiet")[0] == 0
+
+
 def test_compare_continues_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         send_in_step(patch, 17, signal.SIGTERM)

@@ -146,6 +146,8 @@ class RunSession:
         if self.processes.are_several:
             words = [*under_torchrun(self.processes.size), *words[1:]]
         again = f"Continue with: {shlex.join(words)}"
+        if not RunFolder(folder).exists:  # it does not say what to train
+            again = "Give the same command again to start the run."
         if self.several:
             again = "Give the same command again to continue."
         self.console.print(f"{stopped(error)}{_saved(folder)}. {again}", soft_wrap=True)
