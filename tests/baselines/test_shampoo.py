@@ -155,6 +155,26 @@ def test_large_sides_have_no_preconditioner() -> None:
     assert_close([moves[3]], [g / (g.abs() + EPS)])
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 8), (8, 3)])
+def test_a_change_of_the_largest_side_renews_the_roots(before: int, after: int) -> None:
+    """With another number of sides the roots have other exponents."""
+    gradients = [signed(5, 3, seed=seed) for seed in range(3)]
+    w = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))
+    settings: dict[str, Any] = {"momentum": 0.0, "decay": 1, "eps": EPS, "every": 10}
+    opt = Shampoo([w], lr=1.0, grafting=None, max_size=before, **settings)
+    for number, gradient in enumerate(gradients):
+        opt.param_groups[0]["max_size"] = before if number < 2 else after
+        start, w.grad = w.detach().clone(), gradient
+        opt.step()
+    right = sum((g.mT @ g for g in gradients), torch.zeros(3, 3, dtype=torch.float64))
+    if after == 3:
+        expected = gradients[2] @ power(right, -1 / 2)
+    else:
+        left = power(gradients[2] @ gradients[2].mT, -1 / 4)
+        expected = left @ gradients[2] @ power(right, -1 / 4)
+    assert_close([start - w.detach()], [expected], 1e-6)
+
+
 def test_whitening() -> None:
     """For one gradient and a tiny eps, ``L^(−1/4) G R^(−1/4)`` is U Vᵀ of its SVD."""
     g = signed(4, 4, seed=1)

@@ -127,11 +127,14 @@ class Shampoo(PerTensor):
         matrix = gradient.reshape(len(gradient), -1)
         factors = {"left": matrix, "right": matrix.mT}
         sides = [side for side, factor in factors.items() if len(factor) <= group["max_size"]]
+        due = (steps - 1) % group["every"] == 0
+        # The roots of another number of sides, before max_size was changed, have other exponents.
+        due |= any((f"{side}_root" in state) != (side in sides) for side in factors)
         for side in sides:
             outer = factors[side] @ factors[side].mT
             kept[side] = average(state.get(side), outer, group["decay"], steps)
             root = f"{side}_root"
-            if (steps - 1) % group["every"] == 0:
+            if due:
                 kept[root] = inverse_root(kept[side], 2 * len(sides), group["eps"])
             else:
                 kept[root] = state[root]
