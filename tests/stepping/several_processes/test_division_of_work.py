@@ -16,12 +16,13 @@ from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.distributed.fully_shard import SharedShardFacts
 from torch_locoprop.layers.bilinear import BilinearMap
 from torch_locoprop.layers.conv import ConvMap, convolution
-from torch_locoprop.paper.gram import Gram, RowUse, Structure
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import polar_operations
 from torch_locoprop.paper.transfers import TRANSFERS
 from torch_locoprop.paper.variants import VARIANTS
+from torch_locoprop.recording import row_reduction
 from torch_locoprop.solvers import SOLVERS, Exact, FirstOrder, Spectral
 from torch_locoprop.stepping.several_processes import (
     divided_closed_forms,
@@ -410,6 +411,43 @@ def test_products_of_rows_have_the_digits_that_the_step_needs(
     assert found.square.dtype == dtype
     assert torch.equal(found.square, 2 * torch.eye(2, dtype=dtype))
     assert found.rows == 6
+
+
+@pytest.mark.parametrize("structure", [None, Structure("diagonal")])
+def test_products_of_rows_have_the_structure_that_the_step_needs(
+    structure: Structure | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that has kept rows computes their products, as others have kept products."""
+    asked: list[Structure] = []
+
+    def gram_of_calls(layer: Any, calls: Any, dtype: torch.dtype, own: Structure) -> Gram:
+        asked.append(own)
+        return Gram(torch.eye(2, dtype=dtype), torch.ones(2, dtype=dtype), 3)
+
+    monkeypatch.setattr(row_reduction, "gram_of_calls", gram_of_calls)
+    shards: Any = SimpleNamespace(sum_over_inputs=lambda of_rows: of_rows)
+    known = SharedShardFacts(((3, 3),), True, True, (0,))
+    layer: Any = SimpleNamespace(like=torch.zeros(1, 2), shared_facts=known, row_count=3)
+    use = None if structure is None else RowUse(square=True, structure=structure)
+    Part(shards, layer, True, False, frozenset())._gram(layer, (), torch.ones(3, 2), use, True)
+    assert asked == [FULL if structure is None else structure]
+
+
+@pytest.mark.parametrize(("all_have_rows", "use"), [(False, FEW), (True, RowUse())])
+def test_no_rows_are_exchanged_where_none_are_used(all_have_rows: bool, use: RowUse) -> None:
+    shards: Any = SimpleNamespace(divides_features=False, same_inputs=False)
+    like = torch.zeros(1, 100)
+    kind: Any = SimpleNamespace(matrix=lambda name, tensor: tensor, linear_map=Dense())
+    known = SharedShardFacts(((1, 1), (1, 1)), all_have_rows, False, (0, 0))
+    layer: Any = SimpleNamespace(
+        kind=kind, like=like, shared_facts=known, calls=[], row_use=lambda moved: use
+    )
+    method: Any = SimpleNamespace(solver=Exact(), local_steps=1)
+    part, x = Part(shards, kind, True, False, frozenset()), torch.ones(1, 100)
+    group = {"gate": False, "local_reduction": "sum"}
+    found = part.inputs(layer, method, group, x, ("weight",))
+    assert found.x is x
+    assert found.linear_map is kind.linear_map
 
 
 class OwnSgd(FirstOrder):

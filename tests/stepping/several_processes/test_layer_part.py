@@ -28,6 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torch_locoprop.distributed import communication
+from torch_locoprop.distributed.fully_shard import full
 from torch_locoprop.solvers import Exact
 from torch_locoprop.stepping.several_processes.layer_part import (
     EXCHANGES_WEIGHTS,
@@ -204,3 +205,21 @@ def test_the_state_of_one_process_goes_on_in_several(settings: dict[str, Any]) -
     for found in threads.run(trained, world):
         for several, p in zip(found, one.parameters(), strict=True):
             torch.testing.assert_close(several, p.detach(), rtol=0, atol=1e-10)
+
+
+def test_the_states_of_parts_are_written_in_place() -> None:
+    case, models = Case(M, "smooth"), [network("smooth") for _ in range(2)]
+
+    def trained(rank: int) -> None:
+        model, part = sharded(case, models[rank]), batch_bounds(case, rank, 2)
+        opt = train(case, model, part, 2, steps=1)
+        before = {p: dict(state) for p, state in opt.state.items()}
+        numbers = [full(entry).clone() for state in before.values() for entry in state.values()]
+        train(case, model, part, 2, steps=1, opt=opt, skip=1)
+        for p, state in before.items():
+            assert state
+            assert all(opt.state[p][key] is entry for key, entry in state.items())
+        after = [full(entry) for state in before.values() for entry in state.values()]
+        assert not any(map(torch.equal, numbers, after))
+
+    threads.run(trained, 2)
