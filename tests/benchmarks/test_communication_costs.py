@@ -97,7 +97,7 @@ def test_the_spectral_step_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     exact = costs.closed_form(TINY, 2, every=5)
     found = costs.spectral(TINY, 2, every=5)
     sums = 4 * (6 * 16 + 64 + 6 * 4 + 8)  # bytes of XᵀX and Xᵀ1
-    norms_and_flags = 7 * 4 * (6 + 1)  # six numbers of the agreement, growth and rows
+    norms_and_flags = 7 * 4 * (7 + 1)  # numbers of the agreement, the growth, zeros and rows
     there, back = 32 + 32 + 8 + 8, 144 / 2
     assert found.received == pytest.approx(sums / 5 + 0.5 * 4 * (there + back) + norms_and_flags)
     assert found.flop == pytest.approx(exact.flop + 2 * 3200 + 2 * 400)

@@ -6,7 +6,7 @@ What forward and backward passes have recorded of the layer is in ``layer_record
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch_locoprop.distributed.fully_shard import Shards, local
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.layers.base import FORWARDS
-from torch_locoprop.paper.tensors import has_values, without_autocast
+from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.paper.transfers import Transfer
 
 REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
@@ -170,7 +170,10 @@ class LocalLayer:
 
     def in_own_precision(self) -> AbstractContextManager[object]:
         """Return a context that computes in the precision of the weights, even inside autocast."""
-        return without_autocast(self.given[0])
+        device = self.given[0].device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.autocast(device, enabled=False)
+        return nullcontext()
 
 
 def check_intact(layers: Iterable[LocalLayer]) -> None:

@@ -289,6 +289,8 @@ def test_an_unwritable_folder_is_one_sentence(run: Any) -> None:
 
 def test_ctrl_c_says_how_to_go_on(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> None:
+        Path("over there").mkdir()
+        Path("over there/config.json").write_text("{}")  # the run has begun
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run_session, "run", interrupted)
