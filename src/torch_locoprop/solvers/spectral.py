@@ -58,6 +58,7 @@ class Direction(NamedTuple):
 
     matrix: Tensor  # M (C + λI)⁻¹ of [W b], [..., d, n], or the rows of it that this process has
     state: Tensors  # the new state of the layer, as far as it is known
+    has_gradient: Tensor  # 1 or 0, [..., 1, 1]: without a gradient the layer stays
     products: torch.dtype | None  # dtype of the products of the polar factor; None is the matrix's
 
 
@@ -154,20 +155,17 @@ class Spectral(Solver):
         mu = spread(numbers[owner].momentum, gradient)
         state = self._renewed(problem, state, gradient, inverse_of)
         if self.agreement > 0:
-            state, nonzero = _compared(problem, gradient, state, mu)
+            state, size = _compared(problem, gradient, state, mu)
         else:
-            nonzero = problem.of_all_outputs(_nonzero(gradient)[..., None, None])
+            size = problem.of_all_outputs(_size(gradient)[..., None, None])
         state = {**state, "average": _average(state.get("average"), gradient, mu)}
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
                 inverse = StructuredGram.beside(found, state["inverse"], may_be_padded=True)
                 found = inverse.times(found, product)
-        # The polar factor has no size: along the average of earlier gradients alone, however small it
-        # has become, the layer would go on in steps of full length.
-        found = torch.where(nonzero > 0, found, 0.0)
         bf16 = problem.products == "bf16" and has_fast_bf16(gradient)
-        return Direction(found, state, torch.bfloat16 if bf16 else None)
+        return Direction(found, state, (size != 0).to(gradient), torch.bfloat16 if bf16 else None)
 
     def displaced(
         self,
@@ -194,6 +192,9 @@ class Spectral(Solver):
         state["rows"] = _average(state.get("rows"), square, spread(own.decay, factor))
         d = factor.shape[-2] if problem.outputs is None else problem.outputs.d
         scale = -0.2 * max(d, factor.shape[-1]) ** 0.5 * spread(own.lr, factor)
+        # The polar factor has no size: along the average of earlier gradients alone, however small it
+        # has become, the layer would go on in steps of full length.
+        scale = scale * found.has_gradient
         if self.agreement > 0:
             agreed = agreement(state["signal"], _known(state, factor), LEAST)
             scale = scale * (agreed * state["growth"]) ** self.agreement
@@ -315,9 +316,9 @@ def _gradient(problem: LocalProblem) -> Tensors:
     return problem.first_gradient
 
 
-def _nonzero(gradient: Tensor) -> Tensor:
-    """Return how many entries of gradients are not zero: ``[..., d, n] -> [...]``."""
-    return (gradient != 0).sum((-2, -1)).to(gradient.dtype)
+def _size(gradient: Tensor) -> Tensor:
+    """Return a number that is zero for a gradient of zeros alone: ``[..., d, n] -> [...]``."""
+    return gradient.abs().sum((-2, -1))  # squares of small entries may be zero
 
 
 def _compared(
@@ -339,8 +340,8 @@ def _compared(
     moved = nothing if moved is None else moved
     pairs = ((gradient, gradient), (gradient, past), (gradient, moved), (past, moved))
     products = [torch.linalg.vecdot(a.flatten(-2), b.flatten(-2)) for a, b in pairs]
-    sums = problem.of_all_outputs(torch.stack([*products, _nonzero(gradient)], -1)[..., None, :])
-    square, shared, left, ahead, nonzero = sums.chunk(5, -1)
+    sums = problem.of_all_outputs(torch.stack([*products, _size(gradient)], -1)[..., None, :])
+    square, shared, left, ahead, size = sums.chunk(5, -1)
     before = state["step"].to(gradient) - 1
     seen = 1 - mu**before  # the weight of all gradients in their average
     shared = torch.where(before > 0, shared / seen, square)
@@ -357,7 +358,7 @@ def _compared(
         "signal": shared / energy.clamp_min(tiny),
         "growth": growth(grown, seen * left, ahead, known, **GROWTH),
     }
-    return {**state, **of_steps}, nonzero
+    return {**state, **of_steps}, size
 
 
 def _known(state: Tensors, like: Tensor) -> Tensor:
