@@ -172,3 +172,8 @@ def test_sparse_gradients(cls: Any, name: str, options: dict[str, float]) -> Non
             opt.step()
         ends.append(table.weight.detach())
     torch.testing.assert_close(*ends)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, Momentum, Nesterov, Adagrad, RMSProp, Adam])
+def test_all_of_them_can_be_replayed_as_cuda_graphs(optimizer: Any) -> None:
+    assert optimizer(nn.Linear(2, 2).parameters(), lr=0.1).capturable

@@ -219,6 +219,8 @@ def test_no_distribution_for_a_head() -> None:
         (lambda: NaturalGradient(decay=1.0), "Invalid decay=1.0"),
         (lambda: NaturalGradient(every=0), "Invalid every=0"),
         (lambda: FisherMahalanobis(damping=NAN), "Invalid damping=nan"),
+        (lambda: FisherMahalanobis(damping=-0.5), "Invalid damping=-0.5"),
+        (lambda: NaturalGradient(decay=-0.5), "Invalid decay=-0.5"),
         (lambda: FisherMahalanobis(decay=-0.1), "Invalid decay=-0.1"),
         (lambda: FisherMahalanobis(decay=1.0), "Invalid decay=1.0"),
         (lambda: L1(strength=-1.0), "Invalid strength=-1.0"),
@@ -230,8 +232,9 @@ def test_bad_component_parameters(make: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize("component", [NaturalGradient, FisherMahalanobis])
-def test_no_damping_is_allowed(component: Any) -> None:
-    assert component(damping=0.0).damping == 0
+def test_no_damping_and_no_average_are_allowed(component: Any) -> None:
+    own = component(damping=0.0, decay=0.0)
+    assert (own.damping, own.decay) == (0, 0)
 
 
 def test_fallback_must_be_an_optimizer_of_what_it_is_given() -> None:

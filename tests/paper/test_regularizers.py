@@ -121,3 +121,8 @@ def test_a_metric_of_the_last_batch_alone() -> None:
     assert FisherMahalanobis(decay=0.0).decay == 0
     with pytest.raises(ValueError, match=r"Invalid decay=1\.0"):
         FisherMahalanobis(decay=1.0)
+
+
+def test_the_l1_norm_counts_once_unless_told_otherwise() -> None:
+    expected = sum(float(value.abs().sum()) for value in MOVED.values())
+    assert float(REGULARIZERS["l1"].value(MOVED, 0.3, None)) == pytest.approx(expected, rel=1e-14)

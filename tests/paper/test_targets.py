@@ -95,3 +95,7 @@ def test_a_target_of_ones_own_takes_its_first_gradient_from_the_rows() -> None:
 
     assert Halfway().first_gradient({"weight": A}, 1.0, None) is None
     assert not Halfway().knows_first_gradient
+
+
+def test_a_target_of_ones_own_promises_nothing_that_it_has_not_said() -> None:
+    assert not Target.starts_at_zero

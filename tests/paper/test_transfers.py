@@ -533,3 +533,12 @@ def test_an_elu_may_be_steepest_below_zero():
     assert steep.max_slope == 2.0
     slope = steep.derivative(tensor(-1e-9, 1.0))
     torch.testing.assert_close(slope, tensor(2.0, 1.0))
+
+
+def test_the_outputs_of_softmax_come_close_to_both_ends_of_its_domain() -> None:
+    y = Softmax().f(tensor(50.0, 0.0))
+    assert (y.min(), y.max()) == pytest.approx(Softmax().domain, abs=1e-20)
+
+
+def test_a_hardtanh_of_one_value_is_constant() -> None:
+    assert Hardtanh(2.0, 2.0).f(tensor(-3.0, 5.0)).tolist() == [2.0, 2.0]

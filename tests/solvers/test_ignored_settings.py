@@ -97,3 +97,8 @@ def test_the_summary_names_ignored_settings_that_were_given(
 ) -> None:
     told = LocoProp(network(), variant="locoprop-s", **settings).summary()
     assert expected in told if expected else "no effect" not in told
+
+
+def test_which_solvers_warn() -> None:
+    warning = {name for name, solver in SOLVERS.items() if solver.warns_of_ignored}
+    assert warning == {"spectral", "general", "preconditioned"}

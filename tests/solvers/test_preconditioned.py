@@ -681,3 +681,16 @@ def test_bad_arguments() -> None:
         Preconditioned(slope="sup")
     with pytest.raises(ValueError, match=r"Step\(\)"):
         solved(random_problem(Step(), 0), Preconditioned(slope="bound"), 1)
+
+
+def test_nothing_is_kept_between_steps() -> None:
+    model = network()
+    opt = LocoProp(model, solver="preconditioned", output_transfer="sigmoid")
+    for seed in range(2):
+        cross_entropy(model(batch(7, 6, seed=seed)), batch(7, 3)).backward()
+        opt.step()
+        opt.zero_grad()
+    assert not any(opt.state[p] for p in model.parameters())
+    solver = Preconditioned()
+    assert solver.stateless
+    assert solver.without_rows().stateless
