@@ -149,9 +149,12 @@ def test_every_tensor_of_a_first_order_solver_needs_its_state() -> None:
     assert not found.is_fixed()
 
 
-def test_a_closed_form_has_one_state_for_weight_and_bias() -> None:
-    model, opt = after_steps(1, **FULL_RANK)
+@pytest.mark.parametrize("settings", [FULL_RANK, {"preset": "spectral"}], ids=["exact", "spectral"])
+def test_a_closed_form_has_one_state_for_weight_and_bias(settings: dict[str, Any]) -> None:
+    model, opt = after_steps(1, **settings)
     assert not opt.state[model[2].bias]
+    found = described(opt)
+    assert found.is_fixed()
     opt.state[model[2].weight].clear()
     found = described(opt)
     assert not found.is_fixed()
