@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -50,3 +51,7 @@ def _in_a_process(
     gc.collect()  # models in circles of references, which must not outlive their process group
     distributed.barrier()
     distributed.destroy_process_group()
+    sys.stdout.flush()
+    # What is left, such as models in circles, is not destroyed after its process group: that may abort
+    # the process ("terminate called without an active exception").
+    os._exit(0)

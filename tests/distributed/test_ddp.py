@@ -1,10 +1,8 @@
 """Two processes under DistributedDataParallel equal one process with the whole batch."""
 
 import math
-import os
 import warnings
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
@@ -13,7 +11,6 @@ import processes
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing import spawn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
@@ -283,16 +280,7 @@ def trained(case: Case, called: nn.Module, model: nn.Module, part: slice) -> lis
     return [*(p.detach().clone() for p in model.parameters()), *states, *measured]
 
 
-def _in_a_process(rank: int, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=100),
-    )
+def _train_all(rank: int, folder: Path) -> None:
     found = {}
     for name, case in CASES.items():
         model = network(case)
@@ -318,11 +306,9 @@ def _in_a_process(rank: int, folder: str) -> None:
         model = network(case)
         wrapped = DistributedDataParallel(model)
         found[f"alone {name}"] = trained(case, wrapped, model, half)
-    torch.save(found, f"{folder}/{rank}.pt")
-    Path(folder, f"{rank}.txt").write_text(summary_of_a_branch(rank))
+    torch.save(found, folder / f"{rank}.pt")
+    (folder / f"{rank}.txt").write_text(summary_of_a_branch(rank))
     count_collectives()
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def count_collectives() -> None:
@@ -446,10 +432,8 @@ def _counted(
 
 @pytest.fixture(scope="module")
 def in_two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[Tensor]]]:
-    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
-        pytest.skip("this torch has no processes")
-    folder = Path(tmp_path_factory.mktemp("ddp"))
-    spawn(_in_a_process, (str(folder),), nprocs=2)
+    folder = tmp_path_factory.mktemp("ddp")
+    processes.run(_train_all, 2, folder)
     found = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
     for rank, one in enumerate(found):
         one["summary"] = (folder / f"{rank}.txt").read_text()
