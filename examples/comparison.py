@@ -6,6 +6,9 @@ run, with a schedule of that length. The time of a step is measured before (`tim
 
 Every run writes one JSON file when it is finished. A run whose file exists is not repeated, so the
 same command continues an interrupted comparison. `training.py` makes one run.
+
+Methods can be added later. Their time of a step is measured together with the first method's once more,
+because the host's speed changes between measurements.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import time
 from collections.abc import Collection, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import timing
@@ -31,6 +35,8 @@ from torch_locoprop.study import atomic_files, machine
 
 SEARCH_SEED = 100  # differs from the seeds in the table
 TIMINGS = "timings.json"
+# In the times of a method that was measured later: the first method's time of a step in the same turns.
+BESIDE = "first_ms_per_step"
 
 
 @dataclass
@@ -93,9 +99,9 @@ class Comparison:
 
     def at_equal_time(self, name: str, timings: Record) -> list[Run]:
         """Return the runs that take as long as the first method's, by the measured times."""
-        milliseconds = {each: timings["methods"][each]["ms_per_step"] for each in self.methods}
-        budget = self.steps * milliseconds[self.methods[0]]
-        return self._with_seeds(name, max(int(budget / milliseconds[name] + 1e-9), 1))
+        own, first = (timings["methods"][each] for each in (name, self.methods[0]))
+        budget = self.steps * own.get(BESIDE, first["ms_per_step"])
+        return self._with_seeds(name, max(int(budget / own["ms_per_step"] + 1e-9), 1))
 
     def _with_seeds(self, name: str, steps: int) -> list[Run]:
         chosen, folder = self.settings(name), self.folder / "runs"
@@ -104,23 +110,31 @@ class Comparison:
     # ---- timing ----
 
     def timings(self, again: bool = False) -> Record:
-        """Return the time and memory of a step of each method; measure them if they are unknown.
+        """Return the time and memory of a step of each method; measure those that are unknown.
 
         Args:
-            again: measure even if the folder has measurements of this machine.
+            again: measure all methods, even if the folder has measurements of this machine.
         """
-        known, here = self.known_timings(), machine.environment(self.device)
-        if known and not again and all(known[name] == value for name, value in here.items()):
+        here = machine.environment(self.device)
+        known = self._usable()
+        if known and any(known[name] != value for name, value in here.items()):
+            known = None
+        before = known["methods"] if known else {}
+        wanted = [name for name in self.methods if again or name not in before]
+        if known and not wanted:
             return known
-        length = self.length
+        length, first = self.length, self.methods[0]
         runs = [
             Run(name, self.settings(name), SEARCH_SEED, length.steps, self.folder)
-            for name in self.methods
+            for name in dict.fromkeys([first, *wanted])
         ]
-        measured = timing.measured(self.task, runs, self.device, length)
-        for name, found in measured.items():
+        methods = dict(timing.measured(self.task, runs, self.device, length))
+        for name, found in methods.items():
             self.console.print(f"{name}: {found['ms_per_step']:.2f} ms a step", highlight=False)
-        record = {"task": self.task.description, **here, "steps": length.steps, "methods": measured}
+        if not set(before) <= set(methods):  # the times of other methods are from other turns
+            beside = {BESIDE: methods.pop(first)["ms_per_step"]}
+            methods = before | {name: {**found, **beside} for name, found in methods.items()}
+        record = {"task": self.task.description, **here, "steps": length.steps, "methods": methods}
         write(self.timings_path, record)
         return record
 
@@ -129,14 +143,18 @@ class Comparison:
 
         They must be of this task, contain all methods, and be as long as `steps` requires.
         """
+        known = self._usable()
+        return known if known and set(self.methods) <= set(known["methods"]) else None
+
+    def _usable(self) -> Record | None:
+        """Return the measurements of this task that are long enough, of any methods, or None."""
         known = timings_in(self.folder)
         if known is None:
             return None
         same = known["task"] == self.task.description
         # Older files have no "steps": their measurements had the full length.
         long_enough = known.get("steps", math.inf) >= self.length.steps
-        all_methods = set(self.methods) <= set(known["methods"])
-        return known if same and long_enough and all_methods else None
+        return known if same and long_enough else None
 
     # ---- running ----
 
@@ -146,15 +164,12 @@ class Comparison:
         A run that takes longer than estimated is stopped at the deadline, without a result.
         """
         waiting = [run for run in _distinct(runs) if finished(self.task, run) is None]
-        pace = Pace(self.timings() if waiting else {}, self.processes)
+        pace = Pace(self._usable() or {}, self.processes)
         left_out, stopped = 0, 0
         until = time.time() + self.deadline - time.monotonic()  # on the clock of other processes
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
         terminal = self.console.is_terminal
-        with (
-            Progress(*columns, console=self.console, disable=not terminal) as progress,
-            self._pool() as pool,
-        ):
+        with Progress(*columns, console=self.console, disable=not terminal) as progress:
             bar = progress.add_task(title, total=len(waiting))
             going: dict[Future[Record | None], Run] = {}
             while waiting or going:
@@ -163,7 +178,7 @@ class Comparison:
                     if time.monotonic() + pace.seconds(run) > self.deadline:
                         left_out += 1
                         continue
-                    going[pool.submit(perform, self.task, run, self.device, until)] = run
+                    going[self._pool.submit(perform, self.task, run, self.device, until)] = run
                 for done in wait(going, return_when=FIRST_COMPLETED).done if going else ():
                     run, record = going.pop(done), done.result()
                     if record is None:
@@ -179,7 +194,9 @@ class Comparison:
                 soft_wrap=True,
             )
 
+    @cached_property
     def _pool(self) -> ProcessPoolExecutor | timing.InProcess:
+        """The processes of all runs: they start once, and end with the command."""
         return timing.InProcess() if self.processes == 1 else timing.processes(self.processes)
 
     def search(self) -> None:
@@ -190,6 +207,22 @@ class Comparison:
                 edge = self.task.methods[name].at_edge(record["settings"]) if place == 0 else []
                 note = f"  at the edge of the grid: {', '.join(edge)}" if edge else ""
                 self.console.print(_line("", record) + note, soft_wrap=True, highlight=False)
+
+    def search_and_compare(self) -> None:
+        """Make all trials, then the runs of the methods whose trials are all finished.
+
+        Raises:
+            SystemExit: trials of the first method are missing, so its time is not known.
+        """
+        self.search()
+        first, every = self.methods[0], self.methods
+        self.methods = [name for name in every if len(self.tried(name)) == len(self.searches(name))]
+        if first not in self.methods:
+            raise SystemExit(f"Trials of {first} are missing. Run the same command again.")
+        for name in every:
+            if name not in self.methods:
+                self.console.print(f"{name} is left out: some of its trials are missing.")
+        self.compare()
 
     def compare(self) -> None:
         """Make all runs with the best settings, at equal steps and at equal time."""
@@ -227,7 +260,8 @@ class Comparison:
                         self._over_seeds(self.at_equal_steps(name), s)
                         for s in ("train loss", *columns)
                     ),
-                    f"{cost['ms_per_step']:.2f}",
+                    f"{cost['ms_per_step']:.2f}"
+                    + (f" ({first} {cost[BESIDE]:.2f})" if BESIDE in cost else ""),
                     f"{cost['memory_mib']:.0f}",
                     str(later[0].steps),
                     *(self._over_seeds(later, s) for s in columns),
@@ -274,6 +308,8 @@ def timings_in(folder: Path) -> Record | None:
 class Pace:
     """An estimate of how long runs take when several run at the same time.
 
+    Of a method without a measured time, nothing is known until the first of its runs is finished.
+
     Args:
         timings: the measured time of a step of each method, alone on the machine.
         processes: runs at the same time.
@@ -290,10 +326,13 @@ class Pace:
 
     def seconds(self, run: Run) -> float:
         """Return the estimated seconds of a run, with a margin for its start and evaluations."""
-        return 1.3 * self._slower * self._alone[run.method] * run.steps + 10
+        return 1.3 * self._slower * self._alone.get(run.method, 0.0) * run.steps + 10
 
     def learn(self, run: Run, record: Record) -> None:
         """Update the estimate from a finished run."""
+        if run.method not in self._alone:
+            self._alone[run.method] = record["ms_per_step"] / 1000 / self._slower
+            return
         now = record["ms_per_step"] / 1000 / self._alone[run.method]
         self._slower = max(now, self._slower) if self._learned else now
         self._learned = True
@@ -334,6 +373,11 @@ def parser(description: str | None, steps: int) -> argparse.ArgumentParser:
     phase = own.add_mutually_exclusive_group()
     phase.add_argument(
         "--search", action="store_true", help="try all settings of each method's grids"
+    )
+    phase.add_argument(
+        "--all",
+        action="store_true",
+        help="search, then train the methods whose trials are all finished, and print the table",
     )
     phase.add_argument(
         "--time", action="store_true", help="measure the time of a step of each method again"
@@ -407,7 +451,9 @@ def main(task: Task, options: argparse.Namespace) -> None:
     if options.search:
         comparison.search()
         return
-    if not options.table:
+    if options.all:
+        comparison.search_and_compare()
+    elif not options.table:
         comparison.compare()
     comparison.show_table()
 

@@ -20,7 +20,6 @@ from training import Settings
 from torch_locoprop import LocoProp
 from torch_locoprop.solvers import Exact
 from torch_locoprop.study.methods.combined_optimizer import CombinedOptimizer
-from torch_locoprop.study.methods.optional_packages import pytorch_optimizer
 
 SHRINK = 1e-4  # fraction by which weights decay in a step at the full learning rate
 BETAS = (0.9, 0.99)  # of AdamW
@@ -53,13 +52,9 @@ class Optimizers:
 
     def by_soap(self, model: nn.Module, settings: Settings) -> Optimizer:
         """Make SOAP for all parameters; it treats vectors, such as biases, as Adam does."""
-        optimizer: Optimizer = pytorch_optimizer("SOAP")(
-            decayed(model.parameters(), SHRINK / settings["lr"]),
-            lr=settings["lr"],
-            betas=(settings["momentum"], 0.95),
-            precondition_frequency=10,
-        )
-        return optimizer
+        lr = settings["lr"]
+        params = decayed(model.parameters(), SHRINK / lr)
+        return plain_soap()(params, lr=lr, betas=(settings["momentum"], 0.95), every=10)
 
     def by_soap_and_adamw(self, model: nn.Module, settings: Settings) -> Optimizer:
         """Make SOAP for the weights of the inner layers, and AdamW for all other parameters."""
@@ -170,7 +165,7 @@ class Optimizers:
 
 
 def plain_soap() -> Callable[..., Optimizer]:
-    """Return the SOAP of `benchmarks`: the package that `by_soap` needs is not on every machine."""
+    """Return the SOAP of `benchmarks`, which needs no package and takes the same steps as one."""
     root = str(Path(__file__).resolve().parents[1])
     if root not in sys.path:  # a script in this folder has this folder alone
         sys.path.append(root)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -164,6 +165,33 @@ def test_muon_is_that_of_torch(examples: dict[str, ModuleType]) -> None:
         reference.step()
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=0, atol=2e-3)  # steps of 0.02, in bfloat16
+
+
+def test_soap_takes_the_steps_of_its_package(examples: dict[str, ModuleType]) -> None:
+    pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
+    torch.manual_seed(0)
+    ours = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 6), nn.BatchNorm2d(3)).double()
+    theirs = copy.deepcopy(ours)
+    settings = {"lr": 0.02, "momentum": 0.9}
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.dim() > 1], "weight_decay": 1e-4 / 0.02},
+        {"params": [p for p in theirs.parameters() if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    own = examples["methods"].Optimizers({}).by_soap(ours, settings)
+    package = pytorch_optimizer.SOAP(
+        groups, lr=0.02, betas=(0.9, 0.95), precondition_frequency=10, weight_decay=0.0
+    )
+    before = [p.detach().clone() for p in ours.parameters()]
+    for _ in range(23):  # bases are renewed twice
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.clone()
+        own.step()
+        package.step()
+    for p, q, start in zip(ours.parameters(), theirs.parameters(), before, strict=True):
+        # The package rounds its bases to float32.
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-4)
+        assert (p - start).abs().max() > 0.05
 
 
 def test_a_filter_is_the_matrix_of_its_inputs(examples: dict[str, ModuleType]) -> None:
@@ -421,6 +449,77 @@ def test_the_readme_has_the_tables_of_the_runs(
     made = (folder / "table.md").read_text()
     assert made == kept
     assert made in (FOLDER / "README.md").read_text()
+
+
+def test_all_makes_the_missing_trials_and_runs_and_measures_beside_the_first_method(
+    main: Any, examples: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ("--search-steps", "2", "--seeds", "0", "--all")
+    folder = main(*own)
+    first = {path: path.stat().st_mtime_ns for path in folder.glob("*s/*.json")}
+    assert len(first) == 2 * 10 + 3
+    path = folder / "timings.json"
+    timings = json.loads(path.read_text())
+    # The host was three times as fast then, so the second measurement of AdamW has another time.
+    timings["methods"]["adamw"]["ms_per_step"] = 5.0
+    timings["methods"]["locoprop-s-exact-muon"]["ms_per_step"] = 10.0
+    path.write_text(json.dumps(timings))
+    times = iter([15.0, 5.0])
+    measured = [{"ms_per_step": time, "ms_in_turns": [time], "memory_mib": 1.0} for time in times]
+    asked: list[Any] = []
+
+    def measure(task: Any, runs: Any, *others: Any) -> Any:
+        asked.extend(runs)
+        return {run.method: found for run, found in zip(runs, measured, strict=True)}
+
+    monkeypatch.setattr(examples["timing"], "measured", measure)
+    main(*own, "--methods", "adamw", "muon")
+    assert [run.method for run in asked] == ["adamw", "muon"]
+    muon = sorted(written(folder / "searches").values(), key=lambda run: run["method"])[-10:]
+    best = min(muon, key=lambda run: run["final"]["validation loss"])["settings"]
+    assert asked[1].settings == best  # the trials came first
+    now = json.loads(path.read_text())["methods"]
+    assert now["muon"] == {**measured[1], "first_ms_per_step": 15.0}
+    assert now["adamw"] == timings["methods"]["adamw"]
+    assert {path: path.stat().st_mtime_ns for path in first} == first
+    made = set(folder.glob("*s/*.json")) - set(first)
+    assert len(made) == 10 + 2
+    # Three steps of Muon take the time of one of AdamW in the same turns.
+    runs = [run for run in written(folder / "runs").values() if run["method"] == "muon"]
+    assert sorted(run["steps"] for run in runs) == [4, 12]
+    main("--search-steps", "2", "--seeds", "0", "--table", "--methods", *now)
+    rows = (folder / "table.md").read_text().splitlines()[2:5]
+    cells = {row.split("|")[1].strip(): row.split("|") for row in rows}
+    assert cells["muon"][6].strip() == "5.00 (adamw 15.00)"
+    assert cells["locoprop-s-exact-muon"][6].strip() == "10.00"
+    assert [cells[name][8].strip() for name in now] == ["4", "2", "12"]
+
+
+def test_methods_without_all_trials_are_left_out(
+    main: Any,
+    examples: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    perform, count = examples["training"].perform, 0
+
+    def performed(task: Any, run: Any, device: str, deadline: float) -> Any:
+        nonlocal count
+        count += 1
+        return perform(task, run, device, 0.0 if count in stopped else deadline)
+
+    monkeypatch.setattr(examples["comparison"], "perform", performed)
+    own = ("--search-steps", "2", "--seeds", "0", "--all")
+    stopped = {1, 11}  # the first trial of each method
+    with pytest.raises(SystemExit, match="Trials of adamw are missing"):
+        main(*own)
+    stopped = {22}
+    folder = main(*own)
+    assert "locoprop-s-exact-muon is left out" in capsys.readouterr().out
+    assert {run["method"] for run in written(folder / "runs").values()} == {"adamw"}
+    main(*own)
+    assert len(written(folder / "searches")) == 20
+    assert "| locoprop-s-exact-muon |" in (folder / "table.md").read_text()
 
 
 def test_no_run_starts_that_would_end_after_the_limit(
