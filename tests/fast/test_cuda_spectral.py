@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_locoprop.fast import cuda_spectral, dispatch
 from torch_locoprop.paper import spectral
+from torch_locoprop.paper.gram import full_products, products_in
+
+GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if GPU else "cpu")
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -62,3 +70,126 @@ def test_on_a_gpu_dispatch_pads(shape: tuple[int, int]) -> None:
     assert torch.equal(found, cuda_spectral.polar(matrix, torch.bfloat16))
     expected = spectral.polar(matrix.double())
     assert (found - expected).norm() < 0.02 * expected.norm()
+
+
+def rounded_to_tf32(matrix: Tensor) -> Tensor:
+    """Keep 11 significant digits of a float32, as a GPU does with the factors of a product in TF32."""
+    return matrix.view(torch.int32).bitwise_and(cuda_spectral.COARSE).view(torch.float32)
+
+
+class InTf32(TorchDispatchMode):
+    """Rounds the factors of all matrix products to TF32; the sums are in float32 as on a GPU."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        if func in (aten.mm.default, aten.bmm.default):
+            args = tuple(map(rounded_to_tf32, args))
+        elif func in (aten.addmm_.default, aten.baddbmm_.default):
+            args = (args[0], *map(rounded_to_tf32, args[1:]))
+        else:
+            assert "mm" not in func.__name__
+        return func(*args, **(kwargs or {}))
+
+
+def factors(*shape: int) -> tuple[Tensor, Tensor]:
+    """A gradient ``[..., d, n]`` and the inverse of a damped C, as in a spectral step, in float32.
+
+    The inputs have a large mean, and the gradient is largest along it, so that the product cancels.
+    """
+    *leading, d, n = shape
+    scales = torch.logspace(0, -2, n, dtype=torch.float64)
+    x = drawn(*leading, 2 * n, n, seed=1) * scales + 0.5
+    gram = x.mT @ x
+    gram /= gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    inverse = torch.linalg.inv(gram + 0.02 * torch.eye(n, dtype=torch.float64))
+    gradient = drawn(*leading, d, 2 * n, seed=2) @ x
+    return gradient.float(), inverse.float()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("shape", [(30, 65), (3, 20, 48), (2, 3, 8, 17)])
+def test_three_products_in_tf32_are_nearly_as_precise_as_one_in_float32(
+    shape: tuple[int, ...],
+) -> None:
+    """On a GPU the products are in TF32; on a CPU their factors are rounded as a GPU rounds them."""
+    left, right = (factor.to(DEVICE) for factor in factors(*shape))
+    with nullcontext() if GPU else InTf32():
+        found = cuda_spectral.product(left, right)
+        with products_in("tf32", left):
+            once = left @ right
+    expected = left.double() @ right.double()
+    assert found.shape == expected.shape
+    full = relative_error(rounding_only(left, right), expected)
+    assert relative_error(found, expected) < 10 * max(full, 2**-22)
+    assert relative_error(once, expected) > 100 * relative_error(found, expected)
+
+
+def rounding_only(left: Tensor, right: Tensor) -> Tensor:
+    with full_products(left):
+        return left @ right
+
+
+def test_a_polar_factor_in_bfloat16_hides_the_error_of_three_products_in_tf32() -> None:
+    """The steps are as far from float64 as with a product in float64."""
+    left, right = (factor.to(DEVICE) for factor in factors(120, 161))
+    with nullcontext() if GPU else InTf32():
+        found = cuda_spectral.product(left, right)
+    exact = left.double() @ right.double()
+    expected = spectral.polar(exact)
+    ours, best = (
+        relative_error(spectral.polar(matrix.float(), torch.bfloat16), expected)
+        for matrix in (found, exact)
+    )
+    assert ours < 1.02 * best
+    in_full = relative_error(spectral.polar(found.double()), expected)
+    assert in_full < 0.1 * best
+
+
+def test_products_that_are_not_finite_stay_so() -> None:
+    for bad in (torch.inf, torch.nan):
+        left = torch.ones(4, 4)
+        left[1, 2] = bad
+        assert not cuda_spectral.product(left, torch.eye(4))[1].isfinite().all()
+
+
+@pytest.mark.parametrize("strip", [1, 2, 3, 100])
+@pytest.mark.parametrize("shape", [(9,), (2, 7)])
+def test_the_inverse_of_a_triangular_matrix(
+    strip: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_spectral, "STRIP", strip)
+    factor = drawn(*shape, shape[-1]).tril() + 5 * torch.eye(shape[-1], dtype=torch.float64)
+    found = cuda_spectral.triangular_inverse(factor)
+    assert not found.triu(1).any()
+    torch.testing.assert_close(found, torch.linalg.inv(factor), rtol=1e-11, atol=1e-12)
+
+
+def test_only_large_products_of_float32_are_split() -> None:
+    left, right = factors(20, 30)
+    assert not cuda_spectral.product_fits(left, right)
+    large = torch.empty(2048, 512), torch.empty(512, 512)
+    assert cuda_spectral.product_fits(*large)
+    assert not cuda_spectral.product_fits(large[0].double(), large[1].double())
+
+
+def test_local_products_decide_where_they_are_in_tf32() -> None:
+    left, right = (factor.to(DEVICE) for factor in factors(2048, 512))
+    plain = dispatch.product(left, right)
+    assert dispatch.product_for("full") is dispatch.product
+    found = dispatch.product_for("bf16")(left, right)
+    assert torch.equal(found, cuda_spectral.product(left, right) if GPU else plain)
+
+
+@pytest.mark.skipif(not GPU, reason="needs a GPU")
+@pytest.mark.parametrize("shape", [(1000, 785), (3, 256, 513)])
+def test_a_product_fits_a_cuda_graph(shape: tuple[int, ...]) -> None:
+    left, right = (factor.cuda() for factor in factors(*shape))
+    expected = cuda_spectral.product(left, right)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = cuda_spectral.product(left, right)
+    graph.replay()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))

@@ -3,7 +3,7 @@
 Every fast path computes what its plain version computes, to rounding, and is tested against it.
 
 - :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
-- :func:`product`, :func:`inverse`, :func:`polar`: the products of a spectral step;
+- :func:`product`, :func:`product_for`, :func:`inverse`, :func:`polar`: the products of a spectral step;
 - :func:`finite`, :func:`write`: the check and the write of a solution;
 - ``streams``: side streams for independent layers while a CUDA graph is recorded;
 - ``graphs``: recording and replaying work as a CUDA graph;
@@ -31,7 +31,7 @@ from torch_locoprop.paper.gram import Gram, full_products
 from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.regularizers import Regularizer
-from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.tensors import Product, Tensors
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.paper.variants import Variant
 from torch_locoprop.solvers import FirstOrder, Numbers, RmsProp, Solver, Spectral
@@ -49,6 +49,7 @@ __all__ = [
     "overlap",
     "polar",
     "product",
+    "product_for",
     "solve",
     "streams",
     "write",
@@ -81,7 +82,8 @@ def solve(
         The new tensors and the new states, as :meth:`torch_locoprop.solvers.Solver.solve` does.
     """
     if isinstance(solver, Spectral) and type(solver).solve is Spectral.solve:
-        found = solver.direction(problem, states, numbers, product, inverse)
+        multiply = product_for(problem.products)
+        found = solver.direction(problem, states, numbers, multiply, inverse)
         if found is None:
             return problem.start, states
         factor = polar(found.matrix, found.products)
@@ -145,6 +147,22 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     if large and cpu_spectral.fits(left) and right.dtype == left.dtype:
         return cpu_spectral.product(left, right)
     return left @ right
+
+
+def product_for(products: str) -> Product:
+    """Return the function that multiplies by the inverse in a spectral step.
+
+    Args:
+        products: the setting ``local_products``. With ``"bf16"`` the polar factor behind the product is
+            in bfloat16 on a GPU, so that three products in TF32 are precise enough.
+    """
+    return _product_before_bf16 if products == "bf16" else product
+
+
+def _product_before_bf16(left: Tensor, right: Tensor) -> Tensor:
+    if left.is_cuda and cuda_spectral.product_fits(left, right):
+        return cuda_spectral.product(left, right)
+    return product(left, right)
 
 
 def inverse(factor: Tensor) -> Tensor:

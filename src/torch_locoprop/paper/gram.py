@@ -12,7 +12,7 @@ computed in ``fast/dispatch.py``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
 from typing import NamedTuple, Protocol, Self
@@ -209,11 +209,20 @@ def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:
     return rows * n * n + gradients * d * n * n < 2 * gradients * rows * d * n
 
 
+def full_products(like: Tensor) -> AbstractContextManager[None]:
+    """Compute products on the device of ``like`` with all digits of float32 instead of TF32's."""
+    return products_in("ieee", like)
+
+
 @contextmanager
-def full_products(like: Tensor) -> Iterator[None]:
-    """Compute products on the device of ``like`` with all digits of float32 instead of TF32's.
+def products_in(precision: str, like: Tensor) -> Iterator[None]:
+    """Compute products of float32 on the device of ``like`` in one precision.
 
     Code that ``torch.compile`` traces keeps the precision that is set: a graph cannot change it.
+
+    Args:
+        precision: ``"ieee"`` or ``"tf32"``.
+        like: a tensor on the device of the products; on a CPU nothing changes.
     """
     if not like.is_cuda or torch.compiler.is_compiling():
         yield
@@ -221,10 +230,10 @@ def full_products(like: Tensor) -> Iterator[None]:
     matmul = torch.backends.cuda.matmul
     with _PRECISION:
         before = matmul.fp32_precision
-        if before == "ieee":
+        if before == precision:
             yield
             return
-        matmul.fp32_precision = "ieee"
+        matmul.fp32_precision = precision
         try:
             yield
         finally:

@@ -80,7 +80,8 @@ def _cpu_has_bf16() -> bool:
 def unit_length(matrix: Tensor) -> Tensor:
     """Return matrices ``[..., d, n]`` divided by their Frobenius norms; those of zeros stay zeros."""
     # The largest entry comes first, so that no square overflows or underflows.
-    scaled = matrix / _at_least_tiny(matrix.abs().amax((-2, -1), keepdim=True))
+    largest = torch.linalg.vector_norm(matrix, ord=torch.inf, dim=(-2, -1), keepdim=True)
+    scaled = matrix / _at_least_tiny(largest)
     return scaled.div_(_at_least_tiny(length(scaled)))
 
 

@@ -53,7 +53,11 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
     """
     found = [
         _solver(each).direction(
-            each.problem, each.states, each.numbers, dispatch.product, dispatch.inverse
+            each.problem,
+            each.states,
+            each.numbers,
+            dispatch.product_for(each.problem.products),
+            dispatch.inverse,
         )
         for each in layers
     ]

@@ -1,0 +1,197 @@
+"""How precise the product with the inverse in a spectral step has to be, and what it costs on a GPU.
+
+    python -m benchmarks.inverse_products --model standard --steps 200 --out inverse-products.json
+    python -m benchmarks.inverse_products --device cuda --precision tf32 --model wide --steps 300
+
+An autoencoder of the study is trained on MNIST with `preset="spectral"`. For each large layer the
+product of its average gradient with its inverse is then computed in several ways, and the polar factor
+behind it. Errors are Frobenius norms relative to float64: of the product; of the polar factor of that
+product, itself in float64; and of the polar factor in bfloat16, as steps compute it. In the row `exact`
+the product is in float64, so that the error is that of bfloat16 alone.
+
+`tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` splits the factors in
+the same way into matrices of float16. On a CPU the factors are rounded as a GPU rounds them, and
+products are in float32; nothing is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.clock import milliseconds
+from benchmarks.options import add_options
+from torch_locoprop import LocoProp
+from torch_locoprop.fast import cuda_spectral
+from torch_locoprop.paper import spectral
+from torch_locoprop.paper.gram import full_products, products_in
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.machine import environment, matmul_precision
+from torch_locoprop.study.models import architectures
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+
+BATCH = 1000
+LARGE = 100_000  # weights of a layer from which on it is measured
+RATE = {"standard": 0.015, "deep": 0.005, "wide": 0.006}
+
+
+class Rounded(TorchDispatchMode):
+    """Rounds the factors of matrix products on a CPU: to TF32, or the results too to bfloat16."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten, kwargs = torch.ops.aten, kwargs or {}
+        products = (aten.mm.default, aten.addmm.default, aten.addmm_.default)
+        if func not in products:
+            return func(*args, **kwargs)
+        if args[0].dtype == torch.bfloat16:
+            wide = tuple(t.float() for t in args)
+            return func(*wide, **kwargs).bfloat16()
+        first = args[:-2]
+        return func(*first, *map(_in_tf32, args[-2:]), **kwargs)
+
+
+def _in_tf32(matrix: Tensor) -> Tensor:
+    return matrix.view(torch.int32).bitwise_and(cuda_spectral.COARSE).view(torch.float32)
+
+
+def in_float32(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product in float32."""
+    with full_products(left):
+        return left @ right
+
+
+def in_tf32(left: Tensor, right: Tensor) -> Tensor:
+    """Return the product in TF32."""
+    left, right = cuda_spectral.padded(left), cuda_spectral.padded(right)
+    with products_in("tf32", left), nullcontext() if left.is_cuda else Rounded():
+        return left @ right
+
+
+def three_in_tf32(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of three products in TF32."""
+    with nullcontext() if left.is_cuda else Rounded():
+        return cuda_spectral.product(left, right)
+
+
+def three_in_float16(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of three products in float16, whose factors are scaled into its range."""
+    (a, a_fine, scale), (b, b_fine, other) = map(_halves, (left, right))
+    if left.is_cuda:
+        small = torch.mm(a, b_fine, out_dtype=torch.float32)
+        small = torch.addmm(small, a_fine, b, out_dtype=torch.float32)
+        found = torch.addmm(small, a, b, out_dtype=torch.float32, beta=2**-11)
+    else:
+        a, a_fine, b, b_fine = (t.float() for t in (a, a_fine, b, b_fine))
+        found = (a @ b_fine + a_fine @ b) * 2**-11 + a @ b
+    return found[: left.shape[0], : right.shape[1]] * (scale * other)
+
+
+def _halves(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    scale = torch.linalg.vector_norm(matrix, ord=torch.inf)
+    scaled = cuda_spectral.padded(matrix) / scale
+    coarse = scaled.half()
+    return coarse, ((scaled - coarse) * 2**11).half(), scale
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "float32": in_float32,
+    "3 x tf32": three_in_tf32,
+    "3 x fp16": three_in_float16,
+    "tf32": in_tf32,
+}
+
+
+def trained(options: argparse.Namespace) -> tuple[nn.Module, LocoProp]:
+    """Train the model for some steps and return it with its optimizer."""
+    images = datasets.load("mnist").train.to(options.device)
+    torch.manual_seed(0)
+    model = architectures.build(options.model).to(options.device)
+    lr = RATE.get(options.model, 0.015)
+    optimizer = LocoProp(model, preset="spectral", output_transfer="sigmoid", lr=lr)
+    for step in range(options.steps):
+        rows = torch.randint(len(images), (BATCH,), generator=torch.Generator().manual_seed(step))
+        batch = images[rows.to(images.device)]
+        loss = reconstruction_loss(model(batch), batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(f"train loss of the last batch: {loss.item():.1f}", flush=True)
+    return model, optimizer
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference relative to the expected matrix."""
+    return float(f"{(found.double() - expected).norm() / expected.norm():.3g}")
+
+
+def polar_in_bf16(matrix: Tensor) -> Tensor:
+    """Return the polar factor with products in bfloat16."""
+    with nullcontext() if matrix.is_cuda else Rounded():
+        return spectral.polar(matrix.float(), torch.bfloat16)
+
+
+def of_layer(average: Tensor, inverse: Tensor) -> dict[str, Any]:
+    """Return errors and milliseconds of each product for one layer."""
+    exact = average.double() @ inverse.double()
+    factor = spectral.polar(exact)
+    rows = {"exact": {"product": 0.0, "polar": 0.0, "bf16": error(polar_in_bf16(exact), factor)}}
+    for name, multiply in PRODUCTS.items():
+        found = multiply(average, inverse)[: exact.shape[0], : exact.shape[1]]
+        rows[name] = {
+            "product": error(found, exact),
+            "polar": error(spectral.polar(found.double()), factor),
+            "bf16": error(polar_in_bf16(found), factor),
+        }
+        if found.is_cuda:
+            for _ in range(3):
+                multiply(average, inverse)
+            rows[name]["ms"] = round(
+                milliseconds(lambda run=multiply: run(average, inverse), 20, "cuda"), 4
+            )
+    return {"shape": list(average.shape), "rows": rows}
+
+
+def main() -> None:
+    """Measure all large layers, print the rows and write them to a file."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="standard")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
+    add_options(parser, "device", "threads", "out")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    layers = []
+    with matmul_precision(options.precision):
+        model, optimizer = trained(options)
+        for layer in model.modules():
+            if not isinstance(layer, nn.Linear) or layer.weight.numel() < LARGE:
+                continue
+            state = optimizer.state[layer.weight]
+            layers.append(of_layer(state["average"], state["inverse"]))
+            print(layers[-1]["shape"], flush=True)
+            for name, row in layers[-1]["rows"].items():
+                print(
+                    f"  {name:9}", *(f"{key} {value:.2g}" for key, value in row.items()), flush=True
+                )
+    content = {
+        "command": f"python -m benchmarks.inverse_products --model {options.model}",
+        "steps": options.steps,
+        "environment": environment(options.device),
+        "layers": layers,
+    }
+    if options.out:
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
