@@ -9,9 +9,13 @@ behind it. Errors are Frobenius norms relative to float64: of the product; of th
 product, itself in float64; and of the polar factor in bfloat16, as steps compute it. In the row `exact`
 the product is in float64, so that the error is that of bfloat16 alone.
 
-`tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` splits the factors in
-the same way into matrices of float16. On a CPU the factors are rounded as a GPU rounds them, and
-products are in float32; nothing is timed.
+`tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` and `3 x bf16` split the
+factors in the same way into matrices of these dtypes. On a CPU the factors are rounded as a GPU rounds
+them, and products are in float32; nothing is timed.
+
+    python -m benchmarks.inverse_products --device cuda --precision tf32 --model wide --whole
+
+times whole steps and `opt.step()` with each of these products instead, beside torch's Muon.
 """
 
 from __future__ import annotations
@@ -20,14 +24,18 @@ import argparse
 import json
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import asdict
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.clock import milliseconds
+from benchmarks.contestants import Task
 from benchmarks.options import add_options
+from benchmarks.steps import compared
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_spectral
 from torch_locoprop.paper import spectral
@@ -93,6 +101,24 @@ def three_in_float16(left: Tensor, right: Tensor) -> Tensor:
     return found[: left.shape[0], : right.shape[1]] * (scale * other)
 
 
+def three_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:
+    """Return the sum of three products in bfloat16, whose factors have 16 digits together."""
+    (a, a_fine), (b, b_fine) = (_bf16_halves(cuda_spectral.padded(t)) for t in (left, right))
+    if left.is_cuda:
+        found = torch.mm(a, b_fine, out_dtype=torch.float32)
+        found = torch.addmm(found, a_fine, b, out_dtype=torch.float32)
+        found = torch.addmm(found, a, b, out_dtype=torch.float32)
+    else:
+        a, a_fine, b, b_fine = (t.float() for t in (a, a_fine, b, b_fine))
+        found = a @ b_fine + a_fine @ b + a @ b
+    return found[: left.shape[0], : right.shape[1]]
+
+
+def _bf16_halves(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    coarse = matrix.bfloat16()
+    return coarse, (matrix - coarse).bfloat16()
+
+
 def _halves(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = torch.linalg.vector_norm(matrix, ord=torch.inf)
     scaled = cuda_spectral.padded(matrix) / scale
@@ -104,6 +130,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "float32": in_float32,
     "3 x tf32": three_in_tf32,
     "3 x fp16": three_in_float16,
+    "3 x bf16": three_in_bfloat16,
     "tf32": in_tf32,
 }
 
@@ -158,6 +185,24 @@ def of_layer(average: Tensor, inverse: Tensor) -> dict[str, Any]:
     return {"shape": list(average.shape), "rows": rows}
 
 
+def whole_steps(model: str) -> dict[str, Any]:
+    """Return the measurements of steps with each product, and of Muon before and after them."""
+    task, rounds, steps = Task(model, BATCH, device="cuda"), 3, 20
+    found: dict[str, Any] = {"muon": asdict(compared(task, ["muon"], rounds, steps)[0])}
+    for name, multiply in PRODUCTS.items():
+        with patch.object(cuda_spectral, "product", multiply):
+            found[name] = asdict(compared(task, ["locoprop-spectral"], rounds, steps)[0])
+    found["muon again"] = asdict(compared(task, ["muon"], rounds, steps)[0])
+    base = found["muon"]["optimizer_ms"], found["muon again"]["optimizer_ms"]
+    for name, row in found.items():
+        ratio = row["optimizer_ms"] / (sum(base) / 2)
+        graph = f"{row['graph_ms']:.2f}" if row["graph_ms"] else "-"
+        print(
+            f"{name:10} opt.step() {row['optimizer_ms']:.2f} ms, {ratio:.2f} x Muon; graph {graph}"
+        )
+    return found
+
+
 def main() -> None:
     """Measure all large layers, print the rows and write them to a file."""
     parser = argparse.ArgumentParser(
@@ -166,12 +211,29 @@ def main() -> None:
     parser.add_argument("--model", default="standard")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
+    parser.add_argument("--whole", action="store_true", help="time whole steps on a GPU")
     add_options(parser, "device", "threads", "out")
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    layers = []
     with matmul_precision(options.precision):
+        content: dict[str, Any] = {
+            "command": f"python -m benchmarks.inverse_products --model {options.model}",
+            "environment": environment(options.device),
+        }
+        if options.whole:
+            content |= {"command": content["command"] + " --whole"}
+            content |= {"whole": whole_steps(options.model)}
+        else:
+            content |= {"steps": options.steps, "layers": of_layers(options)}
+    if options.out:
+        options.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def of_layers(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Train the model, measure all large layers and print their rows."""
+    layers: list[dict[str, Any]] = []
+    if True:
         model, optimizer = trained(options)
         for layer in model.modules():
             if not isinstance(layer, nn.Linear) or layer.weight.numel() < LARGE:
@@ -183,14 +245,7 @@ def main() -> None:
                 print(
                     f"  {name:9}", *(f"{key} {value:.2g}" for key, value in row.items()), flush=True
                 )
-    content = {
-        "command": f"python -m benchmarks.inverse_products --model {options.model}",
-        "steps": options.steps,
-        "environment": environment(options.device),
-        "layers": layers,
-    }
-    if options.out:
-        options.out.write_text(json.dumps(content, indent=1) + "\n")
+    return layers
 
 
 if __name__ == "__main__":

@@ -198,6 +198,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adam": {"solver": "adam", "weight_decay": 0.1},
     "guards": {"gate": True, "cap": 0.1},
     "l2": {"regularizer": "l2"},
+    "preconditioned": {"solver": "preconditioned", "lr": 0.5, "local_steps": 2},
     "mean": {"local_reduction": "mean", "lr": 1e-2},
     "general": {"preset": "general"},
     "spectral": {"preset": "spectral"},

@@ -32,8 +32,8 @@ class TrainingStep:
     A call runs eagerly, as on a CPU,
 
     - for an optimizer that cannot be recorded. ``torch.optim`` needs ``capturable=True``;
-      ``LocoProp.capturable`` is True for first-order solvers and the spectral step, without a
-      fallback or outer optimizer;
+      ``LocoProp.capturable`` is True for first-order solvers, the preconditioned one and the spectral
+      step, without a fallback or outer optimizer;
     - if an entry of the batch is not a tensor on the device of the parameters, or requires a gradient;
     - if a parameter has a gradient already, or the model has trained parameters that the optimizer
       does not have;

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.spectral import damped_inverse
+from torch_locoprop.paper.tensors import Inverse, Product
 
 Slope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -48,19 +49,24 @@ _LONGER = (1.0, 2.0)  # how many times longer the next step to try may be
 _WITHIN = (0.1, 0.9)  # where in the interval between two fractions the next one may be
 
 
-def preconditioned(gradient: Tensor, inverse: Tensor, h: Tensor | float) -> Tensor:
+def preconditioned(
+    gradient: Tensor, inverse: Tensor, h: Tensor | float, product: Product = torch.matmul
+) -> Tensor:
     """Return ``diag(h)⁻¹ G (C + λI)⁻¹``.
 
     Args:
         gradient: G, the gradient of ``[W b]``, ``[..., d, n]``.
         inverse: ``(C + λI)⁻¹``, ``[..., n, n]``.
         h: the slope of each output, ``[..., d]``, or one for all.
+        product: computes the product with the inverse.
     """
-    found = gradient @ inverse
+    found = product(gradient, inverse)
     return found / (h.unsqueeze(-1) if isinstance(h, Tensor) else h)
 
 
-def regularized_inverse(gram: Tensor, damping: float) -> Tensor:
+def regularized_inverse(
+    gram: Tensor, damping: float, inverse_of: Inverse = torch.cholesky_inverse
+) -> Tensor:
     """Return ``(C + λI)⁻¹`` with λ = ``damping`` times the mean diagonal of C.
 
     The host does not wait for the device. Where rounding makes the factorization fail, the inverse of
@@ -69,12 +75,13 @@ def regularized_inverse(gram: Tensor, damping: float) -> Tensor:
     Args:
         gram: C, symmetric and positive semidefinite, ``[..., n, n]``.
         damping: the damping relative to the mean diagonal, > 0.
+        inverse_of: computes the inverse from the Cholesky factor.
     """
     n = gram.shape[-1]
     trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
     eye = torch.eye(n, dtype=gram.dtype, device=gram.device)
     scale = torch.where(trace > 0, n / trace, torch.zeros_like(trace)) + 0 * trace  # NaN stays NaN
-    return damped_inverse(gram * scale, damping, otherwise=eye / n) * scale
+    return damped_inverse(gram * scale, damping, eye / n, inverse_of) * scale
 
 
 def mean_slopes(mean: Tensor, most: float, floor: float) -> Tensor:

@@ -29,7 +29,15 @@ from torch_locoprop.paper.preconditioning import (
     preconditioned,
     regularized_inverse,
 )
-from torch_locoprop.paper.tensors import Tensors, at_least_float32, join, split, spread
+from torch_locoprop.paper.tensors import (
+    Inverse,
+    Product,
+    Tensors,
+    at_least_float32,
+    join,
+    split,
+    spread,
+)
 from torch_locoprop.solvers.base import Numbers, Solver, States
 
 SLOPES = ("mean", "bound")
@@ -84,16 +92,35 @@ class Preconditioned(Solver):
         local_steps: int,
         local_decay: str,
     ) -> tuple[Tensors, States]:
-        iterate = _Iterate(problem, self._slopes(problem))
+        return self.solved(problem, numbers, local_steps), states
+
+    def solved(
+        self,
+        problem: LocalProblem,
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        product: Product = torch.matmul,
+        inverse_of: Inverse = torch.cholesky_inverse,
+    ) -> Tensors:
+        """Return the new tensors.
+
+        Args:
+            problem: the layer's local problem.
+            numbers: learning rate and other numbers of each trained tensor.
+            local_steps: number of local iterations.
+            product: computes the products with the inverse.
+            inverse_of: computes the inverse from a Cholesky factor.
+        """
+        iterate = _Iterate(problem, self._slopes(problem), product)
         with full_products(iterate.moved):
-            inverse = regularized_inverse(self.square(problem), self.damping)
+            inverse = regularized_inverse(self.square(problem), self.damping, inverse_of)
         for t in range(local_steps):
             iterate.advance(inverse, last=t + 1 == local_steps)
         new: Tensors = {}
         for name, moved in split(iterate.moved, problem.start).items():
             start = problem.start[name]
             new[name] = start + (spread(numbers[name].lr, moved) * moved).to(start.dtype)
-        return new, states
+        return new
 
     @staticmethod
     def square(problem: LocalProblem) -> Tensor:
@@ -134,8 +161,8 @@ class _Iterate:
     Half precision is computed in float32, except for the products with the inputs.
     """
 
-    def __init__(self, problem: LocalProblem, h: Tensor | float) -> None:
-        self._problem, self._h = problem, h
+    def __init__(self, problem: LocalProblem, h: Tensor | float, product: Product) -> None:
+        self._problem, self._h, self._product = problem, h, product
         first = join(problem.first_gradient)
         self.dtype = first.dtype  # dtype of the layer's tensors
         self._first = at_least_float32(first)
@@ -163,7 +190,7 @@ class _Iterate:
         """
         gradient = self._gradient_ahead()
         with full_products(gradient):  # small eigenvalues of C need all digits of float32
-            found = preconditioned(gradient, inverse, self._h)
+            found = preconditioned(gradient, inverse, self._h, self._product)
         step = -self._scale.unsqueeze(-1) * found
         rows = self._problem.row_change(split(step.to(self.dtype), self._problem.start))
         rows = rows.to(self._a0.dtype)

@@ -20,7 +20,7 @@ from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.solvers import FirstOrder, Spectral
+from torch_locoprop.solvers import FirstOrder, Preconditioned, Spectral
 from torch_locoprop.stepping.method import MISSED, Plan, is_ours, number_of, problems_before
 from torch_locoprop.stepping.outer_state import own_entries
 
@@ -102,15 +102,15 @@ def is_capturable(
 ) -> bool:
     """Return True if a whole training step can be one CUDA graph, whatever the number of the step.
 
-    Such a recording needs first-order solvers or the spectral step, all rows in every step, and only
-    components of this library: a user's component may make decisions on the host.
+    Such a recording needs first-order solvers, the preconditioned one or the spectral step, all rows in
+    every step, and only components of this library: a user's component may make decisions on the host.
     """
     if any(group["every"] != 1 or group["max_rows"] is not None for group in groups):
         return False
     if any("fisher" in layer.needs or layer.shards is not None for layer in layers):
         return False
     solvers = [components.solver(group) for group in groups]
-    if not all(isinstance(solver, FirstOrder | Spectral) for solver in solvers):
+    if not all(isinstance(solver, FirstOrder | Preconditioned | Spectral) for solver in solvers):
         return False
     variants = [components.variant(group) for group in groups]
     parts = [*solvers, *(components.regularizer(group) for group in groups)]
