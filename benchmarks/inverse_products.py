@@ -9,8 +9,8 @@ behind it. Errors are Frobenius norms relative to float64: of the product; of th
 product, itself in float64; and of the polar factor in bfloat16, as steps compute it. In the row `exact`
 the product is in float64, so that the error is that of bfloat16 alone.
 
-`tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` and `3 x bf16` split the
-factors in the same way into matrices of these dtypes. On a CPU the factors are rounded as a GPU rounds
+`tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` and `3 x bf16` split
+the factors in the same way into matrices of these dtypes. On a CPU the factors are rounded as a GPU rounds
 them, and products are in float32; nothing is timed.
 
     python -m benchmarks.inverse_products --device cuda --precision tf32 --model wide --whole
@@ -233,18 +233,15 @@ def main() -> None:
 def of_layers(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Train the model, measure all large layers and print their rows."""
     layers: list[dict[str, Any]] = []
-    if True:
-        model, optimizer = trained(options)
-        for layer in model.modules():
-            if not isinstance(layer, nn.Linear) or layer.weight.numel() < LARGE:
-                continue
-            state = optimizer.state[layer.weight]
-            layers.append(of_layer(state["average"], state["inverse"]))
-            print(layers[-1]["shape"], flush=True)
-            for name, row in layers[-1]["rows"].items():
-                print(
-                    f"  {name:9}", *(f"{key} {value:.2g}" for key, value in row.items()), flush=True
-                )
+    model, optimizer = trained(options)
+    for layer in model.modules():
+        if not isinstance(layer, nn.Linear) or layer.weight.numel() < LARGE:
+            continue
+        state = optimizer.state[layer.weight]
+        layers.append(of_layer(state["average"], state["inverse"]))
+        print(layers[-1]["shape"], flush=True)
+        for name, row in layers[-1]["rows"].items():
+            print(f"  {name:9}", *(f"{key} {value:.2g}" for key, value in row.items()), flush=True)
     return layers
 
 

@@ -170,12 +170,13 @@ def test_the_inverse_of_a_triangular_matrix(
 def test_only_large_products_of_float32_are_split() -> None:
     left, right = factors(20, 30)
     assert not cuda_spectral.product_fits(left, right)
-    large = torch.empty(2048, 512), torch.empty(512, 512)
+    large = torch.empty(1024, 1024), torch.empty(1024, 1024)
     assert cuda_spectral.product_fits(*large)
     assert not cuda_spectral.product_fits(large[0].double(), large[1].double())
 
 
-def test_local_products_decide_where_they_are_in_tf32() -> None:
+def test_local_products_decide_where_they_are_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_spectral, "SPLIT_FROM", 2**29)
     left, right = (factor.to(DEVICE) for factor in factors(2048, 512))
     plain = dispatch.product(left, right)
     assert dispatch.product_for("full") is dispatch.product

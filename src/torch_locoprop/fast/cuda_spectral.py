@@ -19,7 +19,7 @@ from torch_locoprop.paper.tensors import Product
 MULTIPLE = 16  # rows and columns are padded to multiples of it; 64 is not faster
 STRIP = 1024  # rows of an inverse triangular matrix that are multiplied at a time
 COARSE = -(2**13)  # the bits of a float32 that TF32 has: all but 13 of the mantissa
-SPLIT_FROM = 2**27  # multiplications of a product from which splitting its factors pays
+SPLIT_FROM = 2**30  # multiplications of a product from which splitting its factors pays
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
