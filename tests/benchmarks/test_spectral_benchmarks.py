@@ -1,5 +1,11 @@
 """The scripts about the spectral step: what they compare is what they say."""
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -42,3 +48,25 @@ def test_the_products_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> 
     assert timed.get_total_flops() == needed.get_total_flops()
     monkeypatch.setitem(spectral_step.MODELS, "small", ((6, 4), 5))
     assert spectral_step.measured("small", rounds=1)["over products"] > 0
+
+
+def test_the_single_file_trains_as_locoprop_in_its_benchmark(tmp_path: Path) -> None:
+    """All methods are timed on equal batches; two are the same step, and the others are not."""
+    out = tmp_path / "single-file.json"
+    model = ["--layers", "1", "--width", "64", "--context", "16", "--batch-size", "4"]
+    other = ["--rounds", "1", "--device", "cpu", "--out", str(out)]
+    root = Path(__file__).parents[2]
+    subprocess.run(  # the modules of the examples are at the top level, under names of others
+        [sys.executable, "-m", "benchmarks.single_file", *model, *other],
+        check=True,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root / "src")},
+        timeout=100,
+    )
+    rows = {row["method"]: row for row in json.loads(out.read_text())["rows"]}
+    losses = {name: row["loss"] for name, row in rows.items()}
+    assert losses["single file"] == pytest.approx(losses["LocoProp"], abs=2e-3)
+    for name in ("passes", "adamw", "single file, apply='nothing'"):
+        assert abs(losses[name] - losses["LocoProp"]) > 5e-3
+    for row in rows.values():
+        assert row["over passes"] == pytest.approx(row["ms"] - rows["passes"]["ms"], abs=2e-3)
