@@ -199,8 +199,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Console(),
         options.trials,
     )
-    if not options.table:
-        comparison.compare()
+    with comparison:
+        if not options.table:
+            comparison.compare()
     comparison.show_table()
 
 

@@ -23,6 +23,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Self
 
 import timing
 import torch
@@ -51,7 +52,7 @@ class Comparison:
         seeds: seeds of the runs in the table.
         steps: steps of a run at equal steps.
         search_steps: steps of a run of the search.
-        processes: runs at the same time.
+        processes: runs at the same time. Those that are started end with the `with` block.
         deadline: no run is started that would end later, by `time.monotonic()`.
         console: where messages are printed.
     """
@@ -66,6 +67,13 @@ class Comparison:
     processes: int
     deadline: float
     console: Console
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if "_pool" in vars(self):
+            self._pool.__exit__(*exception)
 
     @property
     def timings_path(self) -> Path:
@@ -196,7 +204,7 @@ class Comparison:
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor | timing.InProcess:
-        """The processes of all runs: they start once, and end with the command."""
+        """The processes of all runs: they start once, and end with the `with` block."""
         return timing.InProcess() if self.processes == 1 else timing.processes(self.processes)
 
     def search(self) -> None:
@@ -445,17 +453,17 @@ def main(task: Task, options: argparse.Namespace) -> None:
         time.monotonic() + options.limit,
         Console(),
     )
-    if options.time:
-        comparison.timings(again=True)
-        return
-    if options.search:
-        comparison.search()
-        return
-    if options.all:
-        comparison.search_and_compare()
-    elif not options.table:
-        comparison.compare()
-    comparison.show_table()
+    with comparison:
+        if options.time:
+            comparison.timings(again=True)
+        elif options.search:
+            comparison.search()
+        elif options.all:
+            comparison.search_and_compare()
+        elif not options.table:
+            comparison.compare()
+    if not (options.time or options.search):
+        comparison.show_table()
 
 
 def check_methods(known: Collection[str], names: Sequence[str]) -> None:

@@ -571,12 +571,15 @@ def test_runs_share_the_machine(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     options = ["--processes", "2", "--seeds", "0", "1", "--methods", "adamw", "--out", "out", *CPU]
     paths = os.pathsep.join([str(FOLDER), str(FOLDER.parent / "src")])
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "script.py", *options],
         check=True,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": paths},
         timeout=100,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    assert "Traceback" not in done.stderr  # all processes have ended
     assert len(written(tmp_path / "out/runs")) == 2
     assert "| adamw | lr 0.002 |" in (tmp_path / "out/table.md").read_text()
