@@ -21,6 +21,10 @@ PEERS = importlib.util.find_spec("pytorch_optimizer") is not None
 SETTINGS = {
     "muon": [{}, {"lr": 1e-2, "momentum": 0.8}],
     "exact-s-muon@3": [{"damping": 1.0}, {"lr": 3e-2, "damping": 0.3, "decay": 0.8}],
+    "locoprop-spectral@3": [
+        {},
+        {"lr": 3e-2, "momentum": 0.7, "damping": 0.3, "decay": 0.8, "fall": 2.0, "averaging": 0.5},
+    ],
     "shampoo@3": [{}, {"lr": 3e-3, "eps": 1e-3, "decay": 0.8}],
     "kfac@25": [{}, {"lr": 0.1, "clip": 1.0, "damping": 0.1, "decay": 0.8}],
 }

@@ -62,6 +62,19 @@ def test_together_as_alone(method: str, members: list[dict[str, Any]], tmp_path:
     assert first != pytest.approx(together[0][0].train_loss, rel=1e-3), "no weight has moved"
 
 
+@pytest.mark.filterwarnings("ignore:The local solution")
+@pytest.mark.parametrize("method", ["adam", "locoprop-m", "natural-s"])
+def test_members_of_several_seeds(method: str, tmp_path: Path) -> None:
+    """Initial weights and batches are those of each seed; one that diverges changes nothing else."""
+    gamma = {} if method == "adam" else {"gamma": 10.0}
+    settings = [{"lr": lr, **gamma} for lr in (1e-3, 1e-3, 1e30, 5e-4)]
+    given = zip(configs(method, settings), (3, 4, 5, 3), strict=True)
+    members = [replace(config, seed=seed) for config, seed in given]
+    together = check_as_alone(members, tmp_path)
+    first, second, _, fourth = (rows[-1].train_loss for rows in together)
+    assert len({first, second, fourth}) == 3
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -145,7 +158,9 @@ def test_what_has_no_population(method: str, settings: dict[str, Any]) -> None:
         train_together([config], DATA)
 
 
-@pytest.mark.parametrize("other", [{"seed": 1}, {"settings": {"local_steps": 3}}, {"epochs": 5}])
+@pytest.mark.parametrize(
+    "other", [{"batch_size": 8}, {"settings": {"local_steps": 3}}, {"epochs": 5}]
+)
 def test_members_differ_in_numbers_only(other: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="2 configurations that cannot be trained together"):
         train_together([tiny.config(), tiny.config(**other)], DATA)

@@ -104,7 +104,7 @@ def jobs_of(
         if matrix_population.is_supported(config):
             key: Any = (trial["method"],)
         elif population_run.method_of(config) is not None:
-            key = (trial["method"], trial["seed"], str(population_run.without_numbers(config)))
+            key = (trial["method"], str(population_run.without_numbers(config)))
         else:
             key = (trial["method"], number)
         groups[key].append(trial)

@@ -152,7 +152,7 @@ def timing_key(config: RunConfig, place: Place) -> str:
 
     The numbers among the settings and the seed do not matter either.
     """
-    return place.key(replace(without_numbers(config), epochs=1, seed=0))
+    return place.key(replace(without_numbers(config), epochs=1))
 
 
 def _run_folders(roots: Sequence[Path]) -> Iterator[Path]:

@@ -70,6 +70,7 @@ register(
                 {"lr": 0.003, "momentum": 0.9}, "a few shorter runs with such batches"
             ),
         },
+        matrix_update="Spectral",
         quick={"lr": 0.06},
         equal_budgets=EqualBudgets(13),
     )

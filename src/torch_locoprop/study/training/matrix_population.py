@@ -1,4 +1,4 @@
-"""Train K configurations of Muon, SOAP, K-FAC, Shampoo or exact-s-muon together.
+"""Train K configurations of one method of factorised matrices together, such as Muon or K-FAC.
 
     from torch_locoprop.study.training.config import RunConfig
     from torch_locoprop.study.training.matrix_population import train_together
@@ -36,7 +36,7 @@ from torch_locoprop.study.training.population_run import Stop, transfers_of
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import check_data, epoch_seed
 
-NUMBERS = ("lr", "momentum", "decay", "eps", "damping", "clip")
+NUMBERS = ("lr", "momentum", "decay", "eps", "damping", "clip", "averaging", "fall")
 """The settings in which members may differ, besides the weight decay."""
 
 ROWS = 10_000
@@ -44,8 +44,9 @@ ROWS = 10_000
 
 
 def is_supported(config: RunConfig) -> bool:
-    """Return True if the method has a population here."""
-    return bool(methods.get(config.method).matrix_update)
+    """Return True if the method has a population here, with these settings."""
+    grows = config.settings.get("agreement", 0.0) != 0.0
+    return bool(methods.get(config.method).matrix_update) and not grows
 
 
 def without_numbers(config: RunConfig) -> RunConfig:

@@ -1,4 +1,4 @@
-"""The updates of Muon, SOAP, K-FAC, Shampoo and exact-s-muon for K members at a time.
+"""The updates of Muon, SOAP, K-FAC, Shampoo and LocoProp's closed forms for K members at a time.
 
 Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, inputs
 ``[K, rows, n]``, settings ``[K]``. Each update repeats, member by member, the arithmetic of the
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from torch_locoprop import solvers
 from torch_locoprop.baselines.kfac import EARLY
 from torch_locoprop.baselines.kronecker_factors import damped_factors
+from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.paper.linear_map import with_ones
-from torch_locoprop.paper.spectral import length
-from torch_locoprop.paper.tensors import Tensors, join
+from torch_locoprop.paper.spectral import damped_inverse, equal_rows, has_fast_bf16, length
+from torch_locoprop.paper.tensors import Tensors, join, split
 from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
     eigenbasis,
@@ -135,6 +138,53 @@ class ExactSMuon(Muon):
         direction = torch.where(all_finite(direction), direction, torch.nan_to_num(joint))
         directions = {"weight": direction[..., :-1].contiguous(), "bias": direction[..., -1]}
         super().move(layer, state, directions)
+
+
+class Spectral(Update):
+    """LocoProp's spectral step at its full length: ``solver="spectral"`` without growth."""
+
+    def prepare(self, passes: Passes) -> None:
+        if not solvers.Spectral(every=self.every).renews(self.steps):
+            return
+        falling = 1 / (1 + self.steps / self.numbers["fall"])
+        damping = torch.maximum(self.numbers["damping"], falling)
+        damping = damping.clamp_min(64 * torch.finfo(damping.dtype).eps)
+        systems = []
+        with matmul_precision("fp32"):
+            for state, x in zip(self.states, passes.inputs, strict=True):
+                square = second_moment(with_ones(x, True, True))
+                mean = square.diagonal(dim1=-2, dim2=-1).mean(-1)
+                square = square / along(mean.clamp_min(torch.finfo(mean.dtype).tiny), square)
+                past = state.get("gram", square)
+                state["gram"] = torch.lerp(square, past, along(self.numbers["averaging"], past))
+                eye = torch.eye(square.shape[-1], dtype=square.dtype, device=square.device)
+                before = state.get("inverse", eye.expand_as(square))
+                systems.append((state["gram"], along(damping, square), before))
+            inverse_of = partial(damped_inverse, inverse_of=dispatch.inverse)
+            for state, found in zip(self.states, in_threads(inverse_of, systems), strict=True):
+                state["inverse"] = found
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        joint = join(gradients)
+        momentum = along(self.numbers["momentum"], joint)
+        average = torch.lerp(joint, state.get("average", torch.zeros_like(joint)), momentum)
+        with matmul_precision("fp32"):
+            direction = torch.lerp(joint, average, momentum) @ state["inverse"]
+        factor = dispatch.polar(direction, torch.bfloat16 if has_fast_bf16(direction) else None)
+        lengths = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
+        square = lengths.square() / factor.shape[-1]
+        decay = along(self.numbers["decay"], square)
+        rows = torch.lerp(square, state.get("rows", torch.zeros_like(square)), decay)
+        scale = along(0.2 * max(factor.shape[1:]) ** 0.5 * self.lr, factor)
+        has_gradient = joint.abs().sum((-2, -1), keepdim=True) != 0  # small squares may be zero
+        moved = -scale * equal_rows(lengths, rows) * factor * has_gradient
+        self.shrink(layer["weight"])
+        # As LocoProp does with a solution that is not finite, which is not written.
+        sound = all_finite(moved)
+        for name, part in split(torch.where(sound, moved, 0.0), layer).items():
+            layer[name].add_(part)
+        for name, new in (("average", average), ("rows", rows)):
+            state[name] = torch.where(sound, new, state.get(name, torch.zeros_like(new)))
 
 
 class Soap(Update):

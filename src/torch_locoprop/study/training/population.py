@@ -311,22 +311,32 @@ def _selected(tensors: Tensors, index: Tensor) -> Tensors:
 class GraphedPopulation:
     """Steps of a population, replayed as one CUDA graph on a GPU.
 
-    The CUDA graph is for ``rows`` images; a step on another number of images runs without it.
+    The CUDA graph is for ``rows`` images; a step on another number of images runs without it. Members
+    have the same images, or each its own.
     """
 
     def __init__(self, population: Population, images: Tensor, rows: int) -> None:
         self.population = population
         self.images = images
-        self.index = torch.zeros(rows, dtype=torch.long, device=images.device)
+        self.rows = rows
+        self.index = torch.zeros(0, dtype=torch.long, device=images.device)
         self._repeated = graphs.Repeated[None](eager=1)
 
     def step(self, index: Tensor, rate: float) -> None:
-        """Take one step on ``images[index]``, at ``rate`` times each member's learning rate."""
+        """Take one step on ``images[index]``, at ``rate`` times each member's learning rate.
+
+        Args:
+            index: Positions of the images, ``[rows]``, or ``[K, rows]`` of each member.
+            rate: The factor of the schedule.
+        """
         self.population.rate.fill_(rate)
         graphed = self.images.is_cuda and self.population.capturable
-        if not graphed or len(index) != len(self.index):
+        if not graphed or index.shape[-1] != self.rows:
             self.population.step(self.images[index])
             return
+        if index.shape != self.index.shape:
+            self.index = torch.empty_like(index)
+            self._repeated = graphs.Repeated[None](eager=1)
         self.index.copy_(index)
         self._repeated(lambda: self.population.step(self.images[self.index]))
 

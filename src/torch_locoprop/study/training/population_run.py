@@ -1,4 +1,4 @@
-"""Train runs that differ only in numbers together, as one population.
+"""Train runs that differ only in numbers and seeds together, as one population.
 
     from torch_locoprop.study.training.config import RunConfig
     from torch_locoprop.study.training.population_run import train_together
@@ -61,9 +61,9 @@ def method_of(config: RunConfig) -> Method | None:
 
 
 def without_numbers(config: RunConfig) -> RunConfig:
-    """Return the configuration without the numbers in which members of a population may differ."""
+    """Return the configuration without the numbers and seeds in which members may differ."""
     same = {name: 0.0 if name in NUMBERS else value for name, value in config.settings.items()}
-    return replace(config, settings=same, weight_decay=0.0)
+    return replace(config, settings=same, weight_decay=0.0, seed=0)
 
 
 def train_together(
@@ -74,7 +74,7 @@ def train_together(
     """Train all configurations together and return the metrics of each.
 
     Args:
-        configs: The configurations; they may differ only in the numbers of the method.
+        configs: The configurations; they may differ only in the numbers of the method and the seed.
         data: The images, if they are loaded already.
         on_epoch: Called with the new metrics of the members that still train, by their positions in
             ``configs``; returns the positions of members to end early. Members that diverge end too.
@@ -85,7 +85,7 @@ def train_together(
     if not configs or any(without_numbers(c) != without_numbers(configs[0]) for c in configs):
         raise ValueError(
             f"{len(configs)} configurations that cannot be trained together. Give one or more that "
-            f"differ only in {', '.join(NUMBERS)}."
+            f"differ only in their seeds and in {', '.join(NUMBERS)}."
         )
     method = method_of(configs[0])
     if method is None:
@@ -109,22 +109,34 @@ class _Training(Members):
     def __init__(self, configs: Sequence[RunConfig], method: Method, data: Dataset) -> None:
         super().__init__(configs, data)
         config = self.config
-        model = config.build_model().to(self.device)
+        models = [own.build_model().to(self.device) for own in configs]
         population = Population(
-            [model] * len(configs), transfers_of(config), method, [numbers_of(c) for c in configs]
+            models, transfers_of(config), method, [numbers_of(own) for own in configs]
         )
         self.steps = GraphedPopulation(population, self.train, config.batch_size)
+        self.seeds = [own.seed for own in configs]
 
     def keep(self, places: list[int]) -> None:
         self.steps.keep(places)
+        self.seeds = [self.seeds[place] for place in places]
+
+    def _order(self) -> Tensor:
+        """Return the order of the images, ``[n]``, or ``[K, n]`` for members of several seeds."""
+        seeds = dict.fromkeys(self.seeds)
+        orders = {
+            seed: torch.randperm(
+                len(self.train), generator=Generator().manual_seed(epoch_seed(seed, self.epochs))
+            )
+            for seed in seeds
+        }
+        found = [orders[seed] for seed in (self.seeds if len(seeds) > 1 else seeds)]
+        return (torch.stack(found) if len(seeds) > 1 else found[0]).to(self.device)
 
     def epoch(self) -> dict[int, Metrics]:
         """Train for the next epoch and return the metrics of each member."""
-        seed = epoch_seed(self.config.seed, self.epochs)
-        order = torch.randperm(len(self.train), generator=Generator().manual_seed(seed))
         skipped = self.steps.population.skips.clone()
         began = time.perf_counter()
-        parts = torch.split(order.to(self.device), self.config.batch_size)
+        parts = torch.split(self._order(), self.config.batch_size, dim=-1)
         for step, rows in enumerate(parts):
             self.steps.step(rows, self.rate(self.epochs, step))
         if self.device.type == "cuda":
