@@ -1,140 +1,93 @@
-"""Tune every method with the same number of trials, and print the outcome as a table.
+"""Run the protocol of `locoprop study` where torch is the only package, for minutes at a time.
 
-    python -m benchmarks.equal_budgets draw                       # settings, 12 trials a method; adds
-                                                                  # methods that have none yet
-    python -m benchmarks.equal_budgets run --minutes 9 --processes 4
-    python -m benchmarks.equal_budgets draw --around              # 12 more around each method's best
-    python -m benchmarks.equal_budgets draw --winners 1 2         # the best trial at other seeds
-    python -m benchmarks.equal_budgets table
+    python -m benchmarks.equal_budgets run --tasks deep --out studies --minutes 8.5 --jobs 3
+    python -m benchmarks.equal_budgets table results/equal-budgets/standard
 
-The folder `results/equal-budgets/standard` has `trials.json`, the task, the spaces and all settings,
-and `results.jsonl`, a line for every trial that has ended. `run` takes the trials without a line. Every
-trial has the full length; none is pruned. How settings are drawn and trials trained is in
-`torch_locoprop.study.equal_budgets`, and `locoprop study` runs a whole study of several tasks. These
-commands make one step of it each, for a machine that is lent for minutes.
+`run` is `locoprop study --resume` without typer, rich and the packages of other methods: SOAP's
+population needs none. It stops in time and prints what is left; the same command continues. Only whole
+populations count, so give less `--together`, or fewer `--jobs`, if one does not end within the minutes.
+The folder of a study has a few small files, which can be copied to another machine to continue there;
+`locoprop study --resume` takes it as well.
+
+`table` shows all trials of a folder without held-out images: 12 trials of a method, and the best one at
+more seeds.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from torch_locoprop.study.data import datasets
-from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.equal_budgets import trials as drawing_of
-from torch_locoprop.study.equal_budgets import workers
+from torch_locoprop.study.equal_budgets import plan
+from torch_locoprop.study.equal_budgets.study import TASKS, How, Study, StudyDescription, stored
+from torch_locoprop.study.equal_budgets.task_study import Budget
 from torch_locoprop.study.equal_budgets.trial_table import table
-from torch_locoprop.study.equal_budgets.trials import (
-    add_trials,
-    is_pending,
-    read_results,
-    read_trials,
-)
+from torch_locoprop.study.equal_budgets.trials import read_results, read_trials
+from torch_locoprop.study.equal_budgets.workers import revision
 from torch_locoprop.study.methods import in_equal_budgets
-
-FOLDER = Path(__file__).parents[1] / "results" / "equal-budgets" / "standard"
-
-TASK = {
-    "dataset": "mnist",
-    "model": "standard",
-    "transfer": "tanh",
-    "epochs": 100,
-    "batch_size": 1000,
-}
-
-
-@dataclass(frozen=True)
-class FirstImages:
-    """The images of a data set, or the first ones of it, to try the command."""
-
-    count: int | None
-
-    def load(self, name: str) -> Dataset:
-        """Return the images of a data set."""
-        data = datasets.load(name, download=False)
-        if self.count is None:
-            return data
-        train, test = data.train[: self.count], data.test[: self.count]
-        return Dataset(data.name, train, test, f"first {self.count} images")
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    drawing = commands.add_parser("draw", help="add trials to trials.json")
-    drawing.add_argument("--trials", type=int, default=12, help="of each method")
-    drawing.add_argument("--around", action="store_true", help="around the best trials so far")
-    drawing.add_argument("--winners", type=int, nargs="+", metavar="SEED", help="at these seeds")
     running = commands.add_parser("run", help="train the trials that have no result yet")
-    running.add_argument("--processes", type=int, default=4, help="at a time")
-    running.add_argument("--members", type=int, default=12, help="trials that train together")
-    running.add_argument("--minutes", type=float, default=60.0, help="after which it stops")
-    running.add_argument("--out", type=Path, help="folder for results.jsonl instead of the first")
-    running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    running.add_argument("--model", help="another model, to try the command")
+    running.add_argument("--out", type=Path, required=True, help="folder of the study")
+    running.add_argument("--tasks", nargs="+", default=[], choices=TASKS)
+    running.add_argument(
+        "--methods", nargs="+", default=[], help="the first ones are started first"
+    )
+    running.add_argument("--budget", type=int, default=12, help="trials of each method")
+    running.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the winners")
+    running.add_argument("--quick", action="store_true", help="generated images and small models")
     running.add_argument("--epochs", type=int, help="fewer epochs, to try the command")
-    running.add_argument("--limit", type=int, help="fewer images, to try the command")
-    running.add_argument("--revision", help="of the code; that of git unless given")
-    showing = commands.add_parser("table", help="print the outcome as Markdown")
-    for command in (drawing, showing):
-        command.add_argument("--first", type=int, help="look at so many trials of each method only")
-    for command in (drawing, running, showing):
-        command.add_argument("--folder", type=Path, default=FOLDER)
-        command.add_argument("--methods", nargs="+", default=list(in_equal_budgets()))
+    running.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    running.add_argument("--together", type=int, default=12, help="trials in one population")
+    running.add_argument("--minutes", type=float, default=math.inf, help="after which it stops")
+    running.add_argument("--data-dir", type=Path, help="folder with the data sets")
+    running.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    running.add_argument("--revision", default=revision(), help="of the code; by default git's")
+    showing = commands.add_parser("table", help="print a folder's trials as Markdown")
+    showing.add_argument("folder", type=Path)
     return parser
 
 
-def _run(options: argparse.Namespace, began: float) -> None:
-    content = read_trials(options.folder)
-    out = (options.out or options.folder) / "results.jsonl"
-    done = read_results(options.folder / "results.jsonl") + read_results(out)
-    trials = [
-        trial
-        for method in options.methods
-        for trial in content["trials"]
-        if trial["method"] == method and is_pending(trial, done)
-    ]
-    given = {"model": options.model, "epochs": options.epochs}
-    task = content["task"] | {name: value for name, value in given.items() if value is not None}
-    work = workers.Work(
-        out,
-        FirstImages(options.limit),
-        runs=out.parent / "runs",
-        deadline=began + 60 * options.minutes,
-        revision=options.revision or workers.revision(),
+def _study(options: argparse.Namespace) -> Study:
+    """Return the study in the folder, with more tasks and methods if some are given."""
+    there = stored(options.out)
+    tasks, methods = tuple(options.tasks), tuple(options.methods)
+    budget = Budget(options.budget, tuple(options.seeds))
+    given = StudyDescription(
+        tasks or TASKS, methods or in_equal_budgets(), budget, options.quick, options.epochs
     )
-    jobs = workers.jobs_of(trials, task, options.device, options.members)
-    failed = workers.in_processes(jobs, task, options.device, options.processes, work, print)
-    left = [trial for trial in trials if is_pending(trial, read_results(out))]
-    print(f"{len(trials) - len(left)} trials ended, {len(left)} are left.", flush=True)
+    # Other settings than those in the folder are refused by its tasks.
+    described = given if there is None else given.extended(there.tasks, there.methods)
+    return Study(options.out, described, options.data_dir)
+
+
+def _run(options: argparse.Namespace, began: float) -> None:
+    study = _study(options)
+    deadline = began + 60 * options.minutes
+    how = How(options.device, options.jobs, options.together, deadline, options.revision)
+    ended = sum(len(task.results()) for task in study.tasks)
+    failed = study.run(how, _say)
+    planned = study.plan(options.device, lambda config, images: math.nan)
+    for each in planned:
+        each_takes = "" if math.isnan(each.seconds) else f", {each.seconds:.1f} s each"
+        _say(f"{each.task} {each.method}: {each.done} trials, at most {each.left} left{each_takes}")
+    done, left = sum(each.done for each in planned), sum(each.left for each in planned)
+    seconds = plan.total_seconds([each for each in planned if each.left], options.jobs)
+    takes = "" if math.isnan(seconds) else f", about {seconds / 60:.1f} minutes"
+    _say(f"{done - ended} trials ended in {time.time() - began:.0f} s, at most {left} left{takes}.")
     if failed:
-        raise SystemExit(f"{failed} of {len(jobs)} populations failed. See the messages above.")
+        raise SystemExit(f"{failed} populations failed. See the messages above.")
 
 
-def _draw(options: argparse.Namespace, results: list[dict[str, object]]) -> None:
-    if not (options.around or options.winners):
-        content = drawing_of.empty(TASK, [])
-        if (options.folder / "trials.json").is_file():
-            content = read_trials(options.folder)
-        for method in options.methods:
-            content["spaces"].setdefault(method, drawing_of.space_to_dict(method))
-            found = drawing_of.spread(content, method, 0, options.trials)
-            add_trials(options.folder, content, found)
-        return
-    content = read_trials(options.folder)
-    for method in options.methods:
-        if not any(line["method"] == method and not line["diverged"] for line in results):
-            print(f"{method}: no trial has come to its end yet")
-        elif options.winners:
-            best = drawing_of.best_of(results, method)
-            add_trials(options.folder, content, drawing_of.at_seeds(best, options.winners))
-        else:
-            found = drawing_of.around(content, results, method, options.trials)
-            add_trials(options.folder, content, found)
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -142,16 +95,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     if options.command == "run":
         _run(options, began)
-        return
-    results = [
-        line
-        for line in read_results(options.folder / "results.jsonl")
-        if options.first is None or line["trial"] < options.first
-    ]
-    if options.command == "table":
-        print(table(read_trials(options.folder), results))
     else:
-        _draw(options, results)
+        _say(table(read_trials(options.folder), read_results(options.folder / "results.jsonl")))
 
 
 if __name__ == "__main__":

@@ -307,17 +307,43 @@ def test_time_that_runs_out_ends_a_study_that_can_be_continued(
     assert len(lines_of(tmp_path)) == 3
 
 
-def test_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of their own do not have this module's small tasks, so they are passed on."""
-    seen = []
+def test_a_free_process_takes_the_next_job_while_others_are_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam's second half is drawn while Muon's first half still trains; the winners come last."""
+    started: list[tuple[str, str, int]] = []
 
-    def in_processes(jobs: Any, task: Any, device: str, count: int, work: Any, say: Any) -> int:
-        seen.append((len(jobs), count))
-        return workers.in_process(jobs, task, device, work, say)
+    class Process:
+        """A process that does its work when its end is waited for."""
 
-    monkeypatch.setattr(study.workers, "in_processes", in_processes)
-    Study(tmp_path, mini.description(1)).run(How("cpu", jobs=3))
-    assert seen == [(2, 3), (4, 3)], "the search of both methods, then their winners"
+        def __init__(self, target: Any, args: Any, daemon: bool) -> None:
+            self.job, self.work = args
+            self.exitcode: int | None = None
+            self.sentinel = self
+
+        def start(self) -> None:
+            started.append((self.job[0]["method"], self.job[0]["stage"], len(self.job)))
+
+    def end(running: list[Process], timeout: float | None) -> None:
+        soonest = min(running, key=lambda process: process.job[0]["method"])
+        workers.train_job(soonest.job, soonest.work)
+        soonest.exitcode = 0
+
+    context = type("Context", (), {"Process": Process})
+    monkeypatch.setattr(workers.multiprocessing, "get_context", lambda kind: context)
+    monkeypatch.setattr(workers, "wait", end)
+    assert Study(tmp_path, mini.description(4)).run(How("cpu", jobs=2, together=12)) == 0
+    assert [(method, stage) for method, stage, _ in started] == [
+        ("adam", "search"),
+        ("muon", "search"),
+        ("adam", "search"),
+        ("adam", "final"),
+        ("muon", "search"),
+        ("muon", "final"),
+    ]
+    assert [size for *_, size in started][:3] == [2, 2, 2]
+    assert started[3][2] in (2, 4), "one winner or two, at two seeds, as one population"
+    assert "so far" not in (tmp_path / "standard/table.md").read_text()
 
 
 def test_processes_that_are_interrupted_are_ended(
@@ -330,7 +356,8 @@ def test_processes_that_are_interrupted_are_ended(
     own = Study(tmp_path, described)
     task = own.tasks[0]
     jobs = workers.jobs_of(task.next_trials(), task.task, "cpu", 1)
-    work = replace(own._work(task, "search", How("cpu")), images=Images(None, (40, 10)))
+    work = replace(own.work(task, "search", How("cpu")), images=Images(None, (40, 10)))
+    waiting = iter((job, work) for job in jobs)
 
     def wait(sentinels: Any, timeout: float | None) -> None:
         while len(list((tmp_path / "standard/running").glob("*/metrics.jsonl"))) < len(sentinels):
@@ -339,7 +366,7 @@ def test_processes_that_are_interrupted_are_ended(
 
     monkeypatch.setattr(workers, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
-        workers.in_processes(jobs, task.task, "cpu", 2, work, print)
+        workers.in_processes(lambda: next(waiting, None), 2, math.inf)
     assert multiprocessing.active_children() == []
     for folder in (tmp_path / "standard/running").iterdir():
         checkpoint = RunFolder(folder).checkpoint()

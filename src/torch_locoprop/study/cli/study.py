@@ -236,6 +236,7 @@ class _Progress:
     ) -> None:
         self.study, self.how, self.console, self.quiet = study, how, console, quiet
         self.first = {(each.task, each.method): each.seconds for each in planned}
+        self.shown = {task.name: len(task.results()) for task in study.tasks}
 
     def run(self) -> int:
         """Train all trials that are left; return how many failed."""
@@ -249,19 +250,18 @@ class _Progress:
             text = f"{trial['method']} {trial['stage']} {trial['trial']}, epoch {row.epoch}"
             self.console.print(f"{text}: train {row.train_loss:.2f}", end="\r", soft_wrap=True)
 
-    def _on_trials(self, task: TaskStudy) -> None:
+    def _on_trials(self) -> None:
+        """Show the trials that have ended since the last call, and how long the rest takes."""
         if self.quiet:
             return
-        lines = task.results()
-        if not lines:
-            return
-        last = lines[-1]
-        left = planning.total_seconds(self._plan(), self.how.jobs)
-        loss = "diverged" if last["diverged"] else f"train {last['train_loss']:.2f}"
-        self._say(
-            f"{task.name}: {last['method']} {last['stage']} {last['trial']} at seed {last['seed']}, "
-            f"{loss}; {as_time(left)} left"
-        )
+        left = as_time(planning.total_seconds(self._plan(), self.how.jobs))
+        for task in self.study.tasks:
+            results = task.results()
+            for line in results[self.shown[task.name] :]:
+                loss = "diverged" if line["diverged"] else f"train {line['train_loss']:.2f}"
+                trial = f"{line['method']} {line['stage']} {line['trial']} at seed {line['seed']}"
+                self._say(f"{task.name}: {trial}, {loss}; {left} left")
+            self.shown[task.name] = len(results)
 
     def _plan(self) -> list[planning.Planned]:
         """Return the plan now; nothing is measured again."""

@@ -110,12 +110,14 @@ class How:
         jobs: Processes at a time.
         together: Trials that train together as a population; alone, they have checkpoints.
         deadline: The time, as ``time.time()``, at which to stop.
+        revision: The revision of the code; by default that of git.
     """
 
     device: str = "cpu"
     jobs: int = 1
     together: int = 1
     deadline: float = math.inf
+    revision: str = field(default_factory=workers.revision)
 
 
 class Study:
@@ -164,15 +166,18 @@ class Study:
         how: How | str = "cpu",
         say: workers.Say = lambda text: None,
         watch: workers.Watch = lambda trial, row: None,
-        on_trials: Callable[[TaskStudy], None] = lambda task: None,
+        on_trials: Callable[[], None] = lambda: None,
     ) -> int:
-        """Train all trials that are left, task by task, and write the tables.
+        """Train all trials that are left, and write the tables.
+
+        Tasks and methods are taken in their order. With several processes, one that is free takes the
+        next job even if other methods or tasks have not ended yet.
 
         Args:
             how: How the trials are trained, or the device.
             say: Called with messages about trials that were not trained.
             watch: Called with the metrics of each epoch of a trial that is trained alone.
-            on_trials: Called with the task whenever some of its trials have ended.
+            on_trials: Called whenever trials have ended.
 
         Returns:
             The number of populations or runs that failed.
@@ -180,60 +185,77 @@ class Study:
         how = How(how) if isinstance(how, str) else how
         content = json.dumps(self.description.to_dict(), indent=1) + "\n"
         write(self.folder / "study.json", content)
-        failed = 0
+        jobs = _Jobs(self, how)
+
+        def on_end() -> None:
+            self._write_tables()
+            on_trials()
+
+        if how.jobs == 1:
+            failed = workers.in_process(jobs.next, say, watch, on_end)
+        else:
+            failed = workers.in_processes(jobs.next, how.jobs, how.deadline, say, on_end)
+        self._write_tables()
+        return failed
+
+    def _write_tables(self) -> None:
+        """Write the tables of what has ended so far, and remove the runs of finished tasks."""
         for task in self.tasks:
-            failed += self._run_task(task, how, say, watch, on_trials)
-            write(task.folder / "table.md", summary.table(task))
-        profile = reached_losses.profile_table(
-            {task.name: summary.summary(task) for task in self.tasks}
-        )
-        if profile:
+            results = task.results()
+            if results:
+                write(task.folder / "table.md", summary.table(task))
+            if not any(task.left(method, results) for method in task.methods):
+                shutil.rmtree(task.folder / "running", ignore_errors=True)
+        outcomes = {task.name: summary.summary(task) for task in self.tasks}
+        if profile := reached_losses.profile_table(outcomes):
             write(self.folder / "profile.md", profile)
-        return failed
 
-    def _run_task(
-        self,
-        task: TaskStudy,
-        how: How,
-        say: workers.Say,
-        watch: workers.Watch,
-        on_trials: Callable[[TaskStudy], None],
-    ) -> int:
-        """Train the trials of a task until none is left, or none of the rest can be trained."""
-        tried: list[Trial] = []
-        failed = 0
-        while trials := [trial for trial in task.next_trials() if is_pending(trial, tried)]:
-            tried += trials
-            for stage in (SEARCH, FINAL):
-                own = [trial for trial in trials if trial["stage"] == stage]
-                for jobs in self._portions(task, own, how):
-                    work = self._work(task, stage, how)
-                    if how.jobs == 1:
-                        failed += workers.in_process(jobs, task.task, how.device, work, say, watch)
-                    else:
-                        failed += workers.in_processes(
-                            jobs, task.task, how.device, how.jobs, work, say
-                        )
-                    on_trials(task)
-        if not any(task.left(method, task.results()) for method in task.methods):
-            shutil.rmtree(task.folder / "running", ignore_errors=True)
-        return failed
-
-    def _portions(self, task: TaskStudy, trials: list[Trial], how: How) -> list[list[workers.Job]]:
-        """Return the jobs one by one for this process, or all at once for several processes."""
-        jobs = workers.jobs_of(trials, task.task, how.device, how.together)
-        return [[job] for job in jobs] if how.jobs == 1 else [jobs] if jobs else []
-
-    def _work(self, task: TaskStudy, stage: str, how: How) -> workers.Work:
+    def work(self, task: TaskStudy, stage: str, how: How) -> workers.Work:
+        """Return what a process needs to train trials of a stage."""
         search = SearchImages(self.images, self.description.budget.held_out)
         return workers.Work(
+            task.task,
+            how.device,
             task.results_file,
             search if stage == SEARCH else self.images,
-            runs=task.folder / "running",
+            task.folder / "running",
+            how.together,
             second="held_out" if stage == SEARCH else "test",
             deadline=how.deadline,
-            revision=workers.revision(),
+            revision=how.revision,
         )
+
+
+class _Jobs:
+    """The jobs of a study in their order: by tasks, then by methods, each trial once."""
+
+    def __init__(self, study: Study, how: How) -> None:
+        self._study, self._how = study, how
+        self._given: dict[str, list[Trial]] = {task.name: [] for task in study.tasks}
+        self._waiting: list[tuple[workers.Job, workers.Work]] = []
+
+    def next(self) -> tuple[workers.Job, workers.Work] | None:
+        """Return the next job that can be trained now; None if there is none."""
+        for task in self._study.tasks:
+            given = self._given[task.name]
+            new = [trial for trial in task.next_trials() if is_pending(trial, given)]
+            given += new
+            for stage in (SEARCH, FINAL):
+                own = [trial for trial in new if trial["stage"] == stage]
+                work = self._study.work(task, stage, self._how)
+                jobs = workers.jobs_of(own, task.task, self._how.device, self._how.together)
+                self._waiting += [(job, work) for job in jobs]
+            self._waiting.sort(key=self._place)
+            if self._waiting:
+                return self._waiting.pop(0)
+        return None
+
+    def _place(self, waiting: tuple[workers.Job, workers.Work]) -> tuple[int, int]:
+        """Return where a job is in the order of tasks and methods."""
+        job, work = waiting
+        files = [task.results_file for task in self._study.tasks]
+        methods = self._study.description.methods
+        return files.index(work.results), methods.index(job[0]["method"])
 
 
 def stored(folder: Path) -> StudyDescription | None:

@@ -42,6 +42,11 @@ GRACE = 15.0
 """Seconds after the deadline in which a process may finish its epoch before it is killed."""
 
 Job = list[Trial]
+"""Trials that train together."""
+
+NextJob = Callable[[], "tuple[Job, Work] | None"]
+"""Returns a job that can be trained now and its work; None if there is none until another one ends."""
+
 Say = Callable[[str], None]
 Watch = Callable[[Trial, Metrics], None]
 """Called with a trial that is trained alone and the metrics of each epoch."""
@@ -61,20 +66,27 @@ class OutOfTimeError(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """The files, images and limits with which a process runs its trials.
+    """The task, files, images and limits with which a process runs its trials.
 
     Args:
+        task: The fields of a `RunConfig`, without those of a method.
+        device: ``cpu`` or ``cuda``.
         results: The file `results.jsonl`.
         images: The source of the images.
-        runs: The folder for trials that are trained alone; None if all are trained as populations.
+        runs: The folder for trials that are trained alone.
+        together: Trials in one population at most. If more than one, only trials of methods without
+            populations are trained alone.
         second: What the second loss of a result is of: ``test``, or ``held_out`` images.
         deadline: The time, as ``time.time()``, at which to stop.
         revision: The revision of the code.
     """
 
+    task: Mapping[str, Any]
+    device: str
     results: Path
     images: ImageSource
-    runs: Path | None = None
+    runs: Path
+    together: int = 1
     second: str = "test"
     deadline: float = math.inf
     revision: str = "unknown"
@@ -115,19 +127,18 @@ def jobs_of(
     ]
 
 
-def train_job(
-    job: Job,
-    task: Mapping[str, Any],
-    device: str,
-    work: Work,
-    watch: Watch = lambda trial, row: None,
-) -> bool:
+def has_population(config: RunConfig) -> bool:
+    """Return True if trials with such settings can train together."""
+    return matrix_population.is_supported(config) or population_run.method_of(config) is not None
+
+
+def train_job(job: Job, work: Work, watch: Watch = lambda trial, row: None) -> bool:
     """Train the trials of a job and store their results; return False if the time was too short."""
-    configs = [config_of(trial, task, device) for trial in job]
+    configs = [config_of(trial, work.task, work.device) for trial in job]
     data = work.images.load(configs[0].dataset)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # steps that are not finite are expected
-        if work.runs is not None and len(job) == 1:
+        if work.together == 1 or not has_population(configs[0]):
             return _train_alone(job[0], configs[0], data, work, watch)
         recorder = Recorder(job, configs, data, work)
         matrix = matrix_population.is_supported(configs[0])
@@ -138,7 +149,6 @@ def train_job(
 
 def _train_alone(trial: Trial, config: RunConfig, data: Dataset, work: Work, watch: Watch) -> bool:
     """Train a trial as a run in a folder, which is removed once the result is stored."""
-    assert work.runs is not None
     folder = work.runs / run_name(trial)
     began, first = time.monotonic(), 0
 
@@ -252,55 +262,73 @@ def _rounded(loss: float) -> float | None:
 
 
 def in_process(
-    jobs: Sequence[Job],
-    task: Mapping[str, Any],
-    device: str,
-    work: Work,
-    say: Say,
+    next_job: NextJob,
+    say: Say = print,
     watch: Watch = lambda trial, row: None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> int:
-    """Run jobs in this process, one after the other, until the deadline; return how many failed."""
+    """Run jobs in this process, one after the other, until the deadline; return how many failed.
+
+    Args:
+        next_job: Returns the next job.
+        say: Called with messages about trials that were not trained.
+        watch: Called with the metrics of each epoch of a trial that is trained alone.
+        on_end: Called whenever a job has ended.
+    """
     failed = 0
-    for job in jobs:
+    while (found := next_job()) is not None:
+        job, work = found
         if time.time() >= work.deadline:
             say(f"{job[0]['method']}: not started")
             continue
         try:
-            if not train_job(job, task, device, work, watch):
+            if not train_job(job, work, watch):
                 say(f"{job[0]['method']}: stopped, too little time is left")
         except Exception as error:  # the other jobs go on
             failed += 1
             say(f"{job[0]['method']}: failed, {error}")
+        on_end()
     return failed
 
 
 def in_processes(
-    jobs: Sequence[Job],
-    task: Mapping[str, Any],
-    device: str,
+    next_job: NextJob,
     processes: int,
-    work: Work,
-    say: Say,
+    deadline: float,
+    say: Say = print,
+    on_end: Callable[[], None] = lambda: None,
 ) -> int:
     """Run jobs in several processes at a time until the deadline; return how many failed.
 
     Ctrl-C and SIGTERM end the processes; trials that are trained alone save a checkpoint first.
+
+    Args:
+        next_job: Returns the next job.
+        processes: Processes at a time.
+        deadline: The time, as ``time.time()``, at which to stop.
+        say: Called with messages about trials that were not trained.
+        on_end: Called whenever a job has ended.
     """
     context = multiprocessing.get_context("spawn")
-    waiting, running, failed = list(jobs), list[BaseProcess](), 0
+    running, failed = list[BaseProcess](), 0
     try:
-        while (waiting or running) and time.time() < work.deadline + GRACE:
-            while waiting and len(running) < processes and time.time() < work.deadline:
-                arguments = (waiting.pop(0), task, device, work)
-                running.append(context.Process(target=_in_child, args=arguments, daemon=True))
+        while time.time() < deadline + GRACE:
+            while len(running) < processes and time.time() < deadline:
+                found = next_job()
+                if found is None:
+                    break
+                running.append(context.Process(target=_in_child, args=found, daemon=True))
                 running[-1].start()
             if not running:
                 break
-            left = work.deadline + GRACE - time.time()
+            left = deadline + GRACE - time.time()
             timeout = None if math.isinf(left) else max(left, 0.0)
             wait([process.sentinel for process in running], timeout=timeout)
-            failed += sum(bool(process.exitcode) for process in running)
-            running = [process for process in running if process.exitcode is None]
+            ended = [process for process in running if process.exitcode is not None]
+            failed += sum(bool(process.exitcode) for process in ended)
+            running = [process for process in running if process not in ended]
+            if ended:
+                on_end()
     except BaseException:
         for process in running:
             process.terminate()
@@ -309,17 +337,17 @@ def in_processes(
         raise
     for process in running:
         process.kill()
-    for job in waiting:
-        say(f"{job[0]['method']}: not started")
+    while (found := next_job()) is not None:
+        say(f"{found[0][0]['method']}: not started")
     return failed
 
 
-def _in_child(job: Job, task: Mapping[str, Any], device: str, work: Work) -> None:
+def _in_child(job: Job, work: Work) -> None:
     """Train a job in a process of its own; a failure is shown, and is its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
     torch.set_num_threads(1)
     try:
-        if not train_job(job, task, device, work):
+        if not train_job(job, work):
             print(f"{job[0]['method']}: stopped, too little time is left", flush=True)
     except Exception:  # the other jobs go on
         print(f"{job[0]['method']}: failed\n{traceback.format_exc()}", flush=True)
