@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from benchmarks.clock import milliseconds
 from torch_locoprop import LocoProp
-from torch_locoprop.study.machine import environment
+from torch_locoprop.study.machine import environment, matmul_precision
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 if str(EXAMPLES) not in sys.path:
@@ -160,9 +160,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
-    torch.set_float32_matmul_precision("high")
     sizes = (options.layers, options.width, options.context)
-    rows = measured(sizes, options.batch_size, options.rounds, options.device)
+    with matmul_precision("tf32"):
+        rows = measured(sizes, options.batch_size, options.rounds, options.device)
     for row in rows:
         print(row, flush=True)
     content = {
