@@ -172,7 +172,9 @@ class Comparison:
         A run that takes longer than estimated is stopped at the deadline, without a result.
         """
         waiting = [run for run in _distinct(runs) if finished(self.task, run) is None]
-        pace = Pace(self._usable() or {}, self.processes)
+        together = min(self.processes, len(waiting))
+        measured = (self._usable() or {}).get("methods", {})
+        self._pace.alone = {name: found["ms_per_step"] / 1000 for name, found in measured.items()}
         left_out, stopped = 0, 0
         until = time.time() + self.deadline - time.monotonic()  # on the clock of other processes
         columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
@@ -183,7 +185,7 @@ class Comparison:
             while waiting or going:
                 while waiting and len(going) < self.processes:
                     run = waiting.pop(0)
-                    if time.monotonic() + pace.seconds(run) > self.deadline:
+                    if time.monotonic() + self._pace.seconds(run, together) > self.deadline:
                         left_out += 1
                         continue
                     going[self._pool.submit(perform, self.task, run, self.device, until)] = run
@@ -192,7 +194,7 @@ class Comparison:
                     if record is None:
                         stopped += 1
                         continue
-                    pace.learn(run, record)
+                    self._pace.learn(run, record, together)
                     self.console.print(_line(title, record), soft_wrap=True, highlight=False)
                     progress.advance(bar)
         if left_out or stopped:
@@ -201,6 +203,10 @@ class Comparison:
                 f"stopped at the limit: {stopped}. Run the same command again to make them.",
                 soft_wrap=True,
             )
+
+    @cached_property
+    def _pace(self) -> Pace:
+        return Pace()
 
     @cached_property
     def _pool(self) -> ProcessPoolExecutor | timing.InProcess:
@@ -317,33 +323,27 @@ class Pace:
     """An estimate of how long runs take when several run at the same time.
 
     Of a method without a measured time, nothing is known until the first of its runs is finished.
-
-    Args:
-        timings: the measured time of a step of each method, alone on the machine.
-        processes: runs at the same time.
     """
 
-    def __init__(self, timings: Record, processes: int) -> None:
-        self._alone = {
-            name: found["ms_per_step"] / 1000 for name, found in timings.get("methods", {}).items()
-        }
-        self._slower = float(
-            processes
-        )  # slowdown by the other runs: the worst case, until measured
-        self._learned = False
+    def __init__(self) -> None:
+        self.alone: dict[str, float] = {}  # seconds of a step, alone on the machine
+        self._shares: dict[str, float] = {}  # seconds of a step over the runs at the same time
 
-    def seconds(self, run: Run) -> float:
-        """Return the estimated seconds of a run, with a margin for its start and evaluations."""
-        return 1.3 * self._slower * self._alone.get(run.method, 0.0) * run.steps + 10
+    def seconds(self, run: Run, together: int) -> float:
+        """Return the estimated seconds of a run, with a margin for its start and evaluations.
 
-    def learn(self, run: Run, record: Record) -> None:
+        Args:
+            run: the run.
+            together: runs at the same time. They share the machine, until it is known better.
+        """
+        alone = self.alone.get(run.method, 0.0)
+        each = max(alone, self._shares.get(run.method, alone) * together)
+        return 1.3 * each * run.steps + 10
+
+    def learn(self, run: Run, record: Record, together: int) -> None:
         """Update the estimate from a finished run."""
-        if run.method not in self._alone:
-            self._alone[run.method] = record["ms_per_step"] / 1000 / self._slower
-            return
-        now = record["ms_per_step"] / 1000 / self._alone[run.method]
-        self._slower = max(now, self._slower) if self._learned else now
-        self._learned = True
+        share = record["ms_per_step"] / 1000 / together
+        self._shares[run.method] = max(self._shares.get(run.method, 0.0), share)
 
 
 def _distinct(runs: Sequence[Run]) -> list[Run]:

@@ -530,6 +530,23 @@ def test_no_run_starts_that_would_end_after_the_limit(
     assert "would have ended after the time limit" in capsys.readouterr().out
 
 
+def test_the_pace_is_that_of_runs_at_the_same_time(
+    gpt: Any, examples: dict[str, ModuleType]
+) -> None:
+    pace = examples["comparison"].Pace()
+    run = run_of(gpt, "muon", Path(), examples, steps=100)
+    assert pace.seconds(run, 8) == 10  # nothing is known
+    pace.alone = {"muon": 0.02}
+    assert pace.seconds(run, 1) == pytest.approx(10 + 1.3 * 2)
+    assert pace.seconds(run, 8) == pytest.approx(10 + 1.3 * 16)  # as if each had an eighth
+    pace.learn(run, {"ms_per_step": 40.0}, 8)  # the host was slow, and not the GPU
+    assert pace.seconds(run, 8) == pytest.approx(10 + 1.3 * 4)
+    assert pace.seconds(run, 6) == pytest.approx(10 + 1.3 * 3)
+    assert pace.seconds(run, 2) == pytest.approx(10 + 1.3 * 2)  # never faster than alone
+    pace.learn(run, {"ms_per_step": 24.0}, 8)
+    assert pace.seconds(run, 8) == pytest.approx(10 + 1.3 * 4)
+
+
 def test_results_of_another_task_are_not_mixed_in(
     main: Any, gpt: Any, examples: dict[str, ModuleType]
 ) -> None:
