@@ -10,8 +10,8 @@ product, itself in float64; and of the polar factor in bfloat16, as steps comput
 the product is in float64, so that the error is that of bfloat16 alone.
 
 `tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` and `3 x bf16` split
-the factors in the same way into matrices of these dtypes. On a CPU the factors are rounded as a GPU rounds
-them, and products are in float32; nothing is timed.
+the factors in the same way into matrices of these dtypes. On a CPU the factors are rounded as a GPU
+rounds them, and products are in float32; nothing is timed.
 
     python -m benchmarks.inverse_products --device cuda --precision tf32 --model wide --whole
 

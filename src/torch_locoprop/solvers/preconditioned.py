@@ -111,16 +111,38 @@ class Preconditioned(Solver):
             product: computes the products with the inverse.
             inverse_of: computes the inverse from a Cholesky factor.
         """
-        iterate = _Iterate(problem, self._slopes(problem), product)
-        with full_products(iterate.moved):
-            inverse = regularized_inverse(self.square(problem), self.damping, inverse_of)
-        for t in range(local_steps):
-            iterate.advance(inverse, last=t + 1 == local_steps)
+        inverse = self.inverse(self.square(problem), inverse_of)
+        displacement = self.displacement(problem, inverse, local_steps, product)
         new: Tensors = {}
-        for name, moved in split(iterate.moved, problem.start).items():
+        for name, moved in split(displacement, problem.start).items():
             start = problem.start[name]
             new[name] = start + (spread(numbers[name].lr, moved) * moved).to(start.dtype)
         return new
+
+    def inverse(self, square: Tensor, inverse_of: Inverse = torch.cholesky_inverse) -> Tensor:
+        """Return ``(C + λI)⁻¹`` of C, ``[..., n, n]``."""
+        with full_products(square):
+            return regularized_inverse(square, self.damping, inverse_of)
+
+    def displacement(
+        self,
+        problem: LocalProblem,
+        inverse: Tensor,
+        local_steps: int,
+        product: Product = torch.matmul,
+    ) -> Tensor:
+        """Return how far local iterations go from the weights: ``[..., d, n]`` of ``[W b]``.
+
+        Args:
+            problem: the layer's local problem.
+            inverse: ``(C + λI)⁻¹``, ``[..., n, n]``.
+            local_steps: number of local iterations.
+            product: computes the products with the inverse.
+        """
+        iterate = _Iterate(problem, self._slopes(problem), product)
+        for t in range(local_steps):
+            iterate.advance(inverse, last=t + 1 == local_steps)
+        return iterate.moved
 
     @staticmethod
     def square(problem: LocalProblem) -> Tensor:

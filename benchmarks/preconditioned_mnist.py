@@ -1,0 +1,332 @@
+"""LocoProp-M with few preconditioned iterations on MNIST, averaged over batches: how low does it end?
+
+    TORCH_LOCOPROP_DATA=.data python -m benchmarks.preconditioned_mnist --device cuda --precision tf32 \\
+        --processes 8 --minutes 4 --out results/preconditioned-mnist
+
+`solver="preconditioned"` solves each batch's local problem by itself. What remains over many batches
+depends on how their solutions are averaged, so here one solver does both. In each step, one to four
+iterations find the displacement of a layer; its Nesterov average over the steps is then taken as it is
+(`plain`), divided by the root mean square of each output's displacements (`rows`), or replaced by its
+polar factor, as in the spectral step (`polar`). C of the preconditioner is a running average over
+batches too, and its inverse is renewed every tenth step: the preconditioner decides how fast iterations
+are, not where they go.
+
+First every setting of `TRIALS` runs for `--trial-epochs`, then the best of each form, and of each
+number of iterations of `polar`, for `--epochs` at three seeds. Last, the time of a step alone is
+measured, as one CUDA graph. Runs are folders of the study, `summary.json` has all losses and times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import queue
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from benchmarks.clock import milliseconds
+from benchmarks.options import add_options
+from torch_locoprop import LocoProp, TrainingStep
+from torch_locoprop.fast import dispatch
+from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.spectral import has_fast_bf16
+from torch_locoprop.paper.tensors import Tensors, join, split, spread
+from torch_locoprop.solvers import Preconditioned, Spectral
+from torch_locoprop.solvers.base import Numbers, States
+from torch_locoprop.solvers.spectral import Direction
+from torch_locoprop.study.data import datasets
+from torch_locoprop.study.machine import environment, matmul_precision
+from torch_locoprop.study.methods.record import Method, register
+from torch_locoprop.study.models.autoencoder import reconstruction_loss
+from torch_locoprop.study.training.config import RunConfig
+from torch_locoprop.study.training.runner import run
+
+EARLY = 10  # each of the first steps renews C
+NAME = "locoprop-preconditioned"
+
+
+@dataclass(frozen=True)
+class Averaged(Preconditioned):
+    """Preconditioned iterations, whose displacements are averaged over the batches.
+
+    Args:
+        form: what is done with the average: `plain`, `rows` or `polar`.
+        across: weight of the past in the average of displacements.
+        every: number of steps between two renewals of C.
+        averaging: weight of the past in the running average of C, at each renewal.
+    """
+
+    form: str = "plain"
+    across: float = 0.9
+    every: int = 10
+    averaging: float = 0.8
+    stateless = False
+
+    def solve(
+        self,
+        problem: LocalProblem,
+        states: States,
+        numbers: dict[str, Numbers],
+        local_steps: int,
+        local_decay: str,
+    ) -> tuple[Tensors, States]:
+        state = dict(states["weight"])
+        if self.renews(problem.number) or "inverse" not in state:
+            square = self.square(problem)
+            past = state.get("gram")
+            state["gram"] = square if past is None else torch.lerp(square, past, self.averaging)
+            state["inverse"] = self.inverse(state["gram"], dispatch.inverse)
+        moved = self.displacement(problem, state["inverse"], local_steps, dispatch.product)
+        past = state.get("average", torch.zeros_like(moved))
+        state["average"] = torch.lerp(moved, past, self.across)
+        found = torch.lerp(moved, state["average"], self.across)
+        if self.form == "polar":
+            return self._bounded(problem, states, numbers, found, state)
+        if self.form == "rows":
+            square = moved.square().mean(-1, keepdim=True)
+            past = state.get("rows", square)
+            state["rows"] = torch.lerp(square, past, 0.95)
+            found = 0.2 * found / state["rows"].sqrt().clamp_min(1e-30)
+        step = split(found, problem.start)
+        new = {
+            name: t + spread(numbers[name].lr, t) * step[name] for name, t in problem.start.items()
+        }
+        return new, {**states, "weight": state}
+
+    def _bounded(
+        self,
+        problem: LocalProblem,
+        states: States,
+        numbers: dict[str, Numbers],
+        found: Tensor,
+        state: Tensors,
+    ) -> tuple[Tensors, States]:
+        """Return the step along the polar factor of a displacement, as the spectral step takes it."""
+        dtype = torch.bfloat16 if found.is_cuda and has_fast_bf16(found) else None
+        some = (join(problem.backprop).abs().sum((-2, -1), keepdim=True) != 0).to(found)
+        direction = Direction(-found, state, some, dtype)
+        factor = dispatch.polar(direction.matrix, dtype)
+        return Spectral().displaced(problem, states, numbers, direction, factor)
+
+    def phase(self, number: int) -> int:
+        return int(self.renews(number))
+
+    def renews(self, number: int) -> bool:
+        """Return True if C and its inverse are renewed in a step."""
+        return number < EARLY or number % self.every == 0
+
+
+class Recorded(LocoProp):
+    """LocoProp whose steps can be recorded, although its solver is not one of the library."""
+
+    capturable = True  # type: ignore[assignment]
+
+
+SETTINGS: dict[str, Any] = {
+    "variant": "locoprop-m",
+    "form": "plain",
+    "lr": 1.0,
+    "gamma": 0.01,
+    "local_steps": 1,
+    "across": 0.9,
+    "damping": 0.01,
+    "every": 10,
+    "averaging": 0.8,
+}
+
+
+def build(model: nn.Module, settings: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer of a run."""
+    own = ("form", "across", "damping", "every", "averaging")
+    return Recorded(
+        model,
+        variant=settings["variant"],
+        output_transfer="sigmoid",
+        solver=Averaged(**{name: settings[name] for name in own}),
+        lr=settings["lr"],
+        gamma=settings["gamma"],
+        local_steps=settings["local_steps"],
+        local_reduction="mean",
+        decay=0.95,
+        weight_decay=settings.get("weight_decay", 0.0),
+    )
+
+
+register(Method(NAME, build, SETTINGS, "not tuned", label="LocoProp-M preconditioned"))
+
+
+def trial(form: str, T: int, **more: Any) -> dict[str, Any]:
+    """Return the settings of a trial."""
+    return {"form": form, "local_steps": T, **more}
+
+
+TRIALS: list[dict[str, Any]] = [
+    *(trial("plain", T, gamma=g, across=a) for T, g, a in ((1, 0.01, 0.9), (2, 0.01, 0.9))),
+]
+
+
+def key_of(settings: Mapping[str, Any]) -> str:
+    """Return a short name of the settings that differ from the defaults."""
+    own = {name: value for name, value in settings.items() if value != SETTINGS[name]}
+    return "-".join(f"{name}={value}" for name, value in own.items()) or "defaults"
+
+
+def work(jobs: Any, results: Any, deadline: float) -> None:
+    """Train the configurations of a queue until it is empty or the time is over."""
+    torch.set_num_threads(1)
+    while time.time() < deadline:
+        try:
+            name, values, folder = jobs.get_nowait()
+        except queue.Empty:
+            return
+        losses: list[float] = []
+        try:
+            config = RunConfig(**values)
+            result = run(
+                config,
+                folder,
+                on_epoch=lambda row: losses.append(row.train_loss),
+                checkpoint_seconds=1e9,
+            )
+            last = result.metrics[-1]
+            found = {
+                "train": last.train_loss,
+                "test": last.test_loss,
+                "seconds": last.seconds,
+                "diverged": last.diverged,
+                "losses": [round(row.train_loss, 3) for row in result.metrics],
+            }
+        except Exception:
+            found = {"error": traceback.format_exc()[-1500:], "losses": losses}
+        results.put((name, values, found))
+
+
+def train_all(
+    configs: list[tuple[str, dict[str, Any]]], options: argparse.Namespace, deadline: float
+) -> list[dict[str, Any]]:
+    """Train configurations in several processes, and return what those that ended have reached."""
+    context = multiprocessing.get_context("spawn")
+    jobs, results = context.Queue(), context.Queue()
+    for name, values in configs:
+        jobs.put((name, values, str(options.out / name)))
+    time.sleep(0.2)  # the queue is filled by a thread
+    count = min(options.processes, len(configs))
+    workers = [context.Process(target=work, args=(jobs, results, deadline)) for _ in range(count)]
+    for worker in workers:
+        worker.start()
+    found: list[dict[str, Any]] = []
+    while any(worker.is_alive() for worker in workers) or not results.empty():
+        try:
+            name, values, row = results.get(timeout=0.5)
+        except queue.Empty:
+            if time.time() > deadline + options.grace:
+                for worker in workers:
+                    worker.terminate()
+                break
+            continue
+        found.append({"name": name, "settings": values["settings"], "seed": values["seed"], **row})
+        if "error" in row:
+            print(name, row["error"], flush=True)
+        else:
+            print(
+                f"{name}: {row['train']:.3f} ({row['test']:.3f}) {row['seconds']:.1f} s", flush=True
+            )
+    for worker in workers:
+        worker.join()
+    return found
+
+
+def step_milliseconds(values: dict[str, Any]) -> float:
+    """Return the milliseconds of a step of a configuration alone, as one CUDA graph on a GPU."""
+    config = RunConfig(**values)
+    images = datasets.load(config.dataset).train[: config.batch_size].to(config.device)
+    with matmul_precision(config.precision):
+        model = config.build_model().to(config.device)
+        step = TrainingStep(model, reconstruction_loss, config.build_optimizer(model))
+        few = 2 if config.device == "cpu" else 60
+        for _ in range(few):
+            step(images, images)
+        return milliseconds(lambda: step(images, images), 5 * few, config.device)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="standard")
+    parser.add_argument("--trial-epochs", type=int, default=40)
+    parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--trials", type=int, help="only so many of the trials")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--minutes", type=float, default=4.0, help="when no other run is started")
+    parser.add_argument("--grace", type=float, default=30.0, help="seconds for runs to end")
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "tf32"))
+    add_options(parser, "device", "out")
+    options = parser.parse_args()
+    began = time.time()
+    deadline = began + 60 * options.minutes
+    task = {
+        "method": NAME,
+        "dataset": "mnist",
+        "model": options.model,
+        "precision": options.precision,
+        "device": options.device,
+    }
+
+    def config(settings: dict[str, Any], epochs: int, seed: int = 0) -> dict[str, Any]:
+        warm_up = min(5, max(epochs // 2, 0))
+        own = {"epochs": epochs, "warmup_epochs": warm_up, "seed": seed}
+        return {**task, **own, "settings": settings}
+
+    chosen = TRIALS[: options.trials]
+    trials = [
+        (f"trial-{number:02d}-{key_of(s)}", config(s, options.trial_epochs))
+        for number, s in enumerate(chosen)
+    ]
+    found = train_all(trials, options, began + 60 * options.minutes * 0.6)
+    best: dict[str, dict[str, Any]] = {}
+    for row in sorted(found, key=lambda row: row.get("train", math.inf)):
+        settings = {**SETTINGS, **row["settings"]}
+        kind = settings["form"], settings["variant"]
+        if not row.get("diverged", True):
+            best.setdefault("-".join(kind), row["settings"])
+    final = [
+        (f"{NAME}-{kind}-s{seed}", config(settings, options.epochs, seed))
+        for seed in range(options.seeds)
+        for kind, settings in best.items()
+    ]
+    ended = train_all(final, options, deadline) if final else []
+    clock = {}
+    for kind, settings in best.items():
+        clock[kind] = step_milliseconds(config(settings, options.epochs))
+        print(f"{kind}: {clock[kind]:.2f} ms a step alone", flush=True)
+    for method in ("locoprop-m", "locoprop-spectral"):
+        plain = {**config({}, options.epochs), "method": method}
+        clock[method] = step_milliseconds(plain)
+        print(f"{method}: {clock[method]:.2f} ms a step alone", flush=True)
+    content = {
+        "command": "python -m benchmarks.preconditioned_mnist",
+        "trial epochs": options.trial_epochs,
+        "epochs": options.epochs,
+        "environment": environment(options.device),
+        "trials": found,
+        "runs": ended,
+        "ms a step": clock,
+        "seconds": round(time.time() - began, 1),
+    }
+    (options.out / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
