@@ -1,7 +1,7 @@
-"""LocoProp-M with few preconditioned iterations on MNIST, averaged over batches: how low does it end?
+"""LocoProp-M with few preconditioned iterations on MNIST, averaged over batches: where does it end?
 
-    TORCH_LOCOPROP_DATA=.data python -m benchmarks.preconditioned_mnist --device cuda --precision tf32 \\
-        --processes 8 --minutes 4 --out results/preconditioned-mnist
+    export TORCH_LOCOPROP_DATA=.data
+    python -m benchmarks.preconditioned_mnist --device cuda --precision tf32 --processes 8 --out FOLDER
 
 `solver="preconditioned"` solves each batch's local problem by itself. What remains over many batches
 depends on how their solutions are averaged, so here one solver does both. In each step, one to four
@@ -11,9 +11,10 @@ polar factor, as in the spectral step (`polar`). C of the preconditioner is a ru
 batches too, and its inverse is renewed every tenth step: the preconditioner decides how fast iterations
 are, not where they go.
 
-First every setting of `TRIALS` runs for `--trial-epochs`, then the best of each form, and of each
-number of iterations of `polar`, for `--epochs` at three seeds. Last, the time of a step alone is
-measured, as one CUDA graph. Runs are folders of the study, `summary.json` has all losses and times.
+First every setting of `TRIALS` runs for `--trial-epochs`, beside the spectral step and LocoProp-M with
+RMSProp. Then the best one runs for `--epochs` at three seeds, and the best of each other form and
+variant at one. Last, the time of a step alone is measured, as one CUDA graph. Runs are folders of the
+study; `summary.json` has all losses and times.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import run
 
+OTHERS = ("locoprop-m", "locoprop-spectral")  # methods of the study to compare with
 EARLY = 10  # each of the first steps renews C
 NAME = "locoprop-preconditioned"
 
@@ -170,8 +171,37 @@ def trial(form: str, T: int, **more: Any) -> dict[str, Any]:
     return {"form": form, "local_steps": T, **more}
 
 
+def polar(T: int, lr: float, gamma: float, **more: Any) -> dict[str, Any]:
+    """Return the settings of a trial with the polar factor."""
+    return trial("polar", T, lr=lr, gamma=gamma, across=0.85, damping=0.02, **more)
+
+
+S = {"variant": "locoprop-s"}
 TRIALS: list[dict[str, Any]] = [
-    *(trial("plain", T, gamma=g, across=a) for T, g, a in ((1, 0.01, 0.9), (2, 0.01, 0.9))),
+    polar(1, 0.015, 0.03),  # with one iteration gamma is a factor that the polar factor removes
+    polar(2, 0.015, 0.01),
+    polar(2, 0.015, 0.1),
+    polar(2, 0.015, 1.0),
+    polar(4, 0.015, 0.01),
+    polar(4, 0.015, 0.1),
+    polar(4, 0.015, 1.0),
+    polar(1, 0.015, 0.03, **S),
+    polar(2, 0.015, 0.03, **S),
+    polar(4, 0.015, 0.03, **S),
+    polar(1, 0.01, 0.03),
+    polar(1, 0.025, 0.03),
+    polar(2, 0.01, 0.1),
+    polar(2, 0.025, 0.1),
+    polar(3, 0.015, 0.1) | {"damping": 0.1},
+    polar(2, 0.015, 0.1) | {"averaging": 0.95},
+    trial("rows", 1, lr=0.01),
+    trial("rows", 1, lr=0.03),
+    trial("rows", 2, lr=0.03, gamma=0.1),
+    trial("plain", 1, gamma=0.003),
+    trial("plain", 2, gamma=0.003),
+    trial("plain", 3, gamma=0.01, across=0.0, averaging=0.0, every=1),  # no average at all
+    trial("plain", 3, gamma=0.003, across=0.0, averaging=0.0, every=1),
+    trial("plain", 3, gamma=0.003, across=0.9, averaging=0.0, every=1),
 ]
 
 
@@ -189,15 +219,8 @@ def work(jobs: Any, results: Any, deadline: float) -> None:
             name, values, folder = jobs.get_nowait()
         except queue.Empty:
             return
-        losses: list[float] = []
         try:
-            config = RunConfig(**values)
-            result = run(
-                config,
-                folder,
-                on_epoch=lambda row: losses.append(row.train_loss),
-                checkpoint_seconds=1e9,
-            )
+            result = run(RunConfig(**values), folder, checkpoint_seconds=1e9)
             last = result.metrics[-1]
             found = {
                 "train": last.train_loss,
@@ -207,7 +230,7 @@ def work(jobs: Any, results: Any, deadline: float) -> None:
                 "losses": [round(row.train_loss, 3) for row in result.metrics],
             }
         except Exception:
-            found = {"error": traceback.format_exc()[-1500:], "losses": losses}
+            found = {"error": traceback.format_exc()[-1500:]}
         results.put((name, values, found))
 
 
@@ -234,7 +257,8 @@ def train_all(
                     worker.terminate()
                 break
             continue
-        found.append({"name": name, "settings": values["settings"], "seed": values["seed"], **row})
+        same = {key: values[key] for key in ("method", "settings", "seed", "epochs")}
+        found.append({"name": name, **same, **row})
         if "error" in row:
             print(name, row["error"], flush=True)
         else:
@@ -294,24 +318,30 @@ def main() -> None:
         (f"trial-{number:02d}-{key_of(s)}", config(s, options.trial_epochs))
         for number, s in enumerate(chosen)
     ]
+    for method in OTHERS:
+        trials.insert(
+            0, (f"trial-{method}", {**config({}, options.trial_epochs), "method": method})
+        )
     found = train_all(trials, options, began + 60 * options.minutes * 0.6)
     best: dict[str, dict[str, Any]] = {}
-    for row in sorted(found, key=lambda row: row.get("train", math.inf)):
+    own = [row for row in found if row["method"] == NAME]
+    for row in sorted(own, key=lambda row: row.get("train", math.inf)):
         settings = {**SETTINGS, **row["settings"]}
         kind = settings["form"], settings["variant"]
         if not row.get("diverged", True):
             best.setdefault("-".join(kind), row["settings"])
+    first, *others = best.items() or [("none", {})]
+    wanted = [(first, seed) for seed in range(options.seeds)] + [(each, 0) for each in others]
     final = [
         (f"{NAME}-{kind}-s{seed}", config(settings, options.epochs, seed))
-        for seed in range(options.seeds)
-        for kind, settings in best.items()
+        for (kind, settings), seed in wanted
     ]
     ended = train_all(final, options, deadline) if final else []
     clock = {}
     for kind, settings in best.items():
         clock[kind] = step_milliseconds(config(settings, options.epochs))
         print(f"{kind}: {clock[kind]:.2f} ms a step alone", flush=True)
-    for method in ("locoprop-m", "locoprop-spectral"):
+    for method in OTHERS:
         plain = {**config({}, options.epochs), "method": method}
         clock[method] = step_milliseconds(plain)
         print(f"{method}: {clock[method]:.2f} ms a step alone", flush=True)

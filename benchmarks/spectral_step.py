@@ -5,7 +5,8 @@
 A round is a cycle of ten steps of each: one of them renews C and its inverse. The optimizer's `step()`
 is timed, without the passes. `products` are the products, the Cholesky factor and its inverse of the
 same ten steps, on matrices of the same shapes and dtypes, by the same library (oneDNN or MKL). `alone`
-is the step of each layer alone, without stacks of small layers of one shape. Times are CPU times of one
+is the step of each layer alone, without stacks of small layers of one shape. `--preset spectral` times
+the step without agreement and growth, which `LocoProp(model)` has. Times are CPU times of one
 thread, rounds take turns, and ratios are medians over the rounds, so that other programs on the machine
 matter little.
 
@@ -90,14 +91,14 @@ def timed(step: Callable[[int], Any], before: Callable[[], None]) -> float:
     return 1e3 * total
 
 
-def measured(name: str, rounds: int) -> dict[str, Any]:
+def measured(name: str, rounds: int, preset: str) -> dict[str, Any]:
     """Return the medians of a model: milliseconds of a step, and ratios."""
     widths, rows = MODELS[name]
     x = torch.rand(rows, widths[0])
     ours, other, theirs = (autoencoder(widths, "tanh") for _ in range(3))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        opt, alone = LocoProp(ours), LocoProp(other)
+        opt, alone = LocoProp(ours, preset=preset), LocoProp(other, preset=preset)
     matrices = [p for p in theirs.parameters() if p.dim() == 2]
     muon = MuonAndAdamW(matrices, [p for p in theirs.parameters() if p.dim() < 2], 0.01)
     layers = [layer for layer in ours if isinstance(layer, nn.Linear)]
@@ -129,7 +130,8 @@ def measured(name: str, rounds: int) -> dict[str, Any]:
         )
         for key in ("products", "muon", "alone")
     }
-    return {"model": name, **{f"{k} ms": round(median(t), 3) for k, t in times.items()}, **ratios}
+    row = {"model": name, "preset": preset}
+    return {**row, **{f"{k} ms": round(median(t), 3) for k, t in times.items()}, **ratios}
 
 
 def main() -> None:
@@ -138,13 +140,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--preset", choices=("general", "spectral"), default="general")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = []
     for name in options.models:
-        rows.append(measured(name, options.rounds))
+        rows.append(measured(name, options.rounds, options.preset))
         print(rows[-1], flush=True)
     content = {
         "command": "python -m benchmarks.spectral_step",
