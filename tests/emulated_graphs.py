@@ -1,18 +1,26 @@
 """CUDA graphs on a CPU: a list of operations that, like a graph, knows addresses only.
 
-Whatever the library forgot to copy to a fixed place, or did on the host, shows in a replay.
+Whatever the library forgot to copy to a fixed place, or did on the host, shows in a replay. As on a
+GPU, a recording changes nothing: what its operations have overwritten is put back.
 """
 
+from __future__ import annotations
+
+import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from torch_locoprop.fast import cuda_graph
+from torch_locoprop.layers.base import is_distributed
 
 
 class Operations(TorchDispatchMode):
@@ -20,52 +28,99 @@ class Operations(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.noted: list[tuple[Callable[..., Any], Any, Any, Any]] = []
+        self.noted: list[Callable[[], object]] = []
+        self._overwritten: dict[int, tuple[UntypedStorage, UntypedStorage]] = {}  # with contents
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             raise RuntimeError("the host looked at a number, as no stream that records permits")
+        if "c10d" in func.namespace:
+            raise RuntimeError("a collective was called inside of a recording")
         kwargs = kwargs or {}
+        if any(is_distributed(t) for t in _tensors((args, kwargs))):
+            return NotImplemented  # its parts come here
+        self._keep_overwritten(func, args, kwargs)
         result = func(*args, **kwargs)
-        self.noted.append((func, args, kwargs, result))
+        self.noted.append(partial(_repeat, func, args, kwargs, result))
         return result
+
+    def _keep_overwritten(self, func: Any, args: Any, kwargs: Any) -> None:
+        arguments = func._schema.arguments
+        given = chain(
+            zip(arguments, args, strict=False), ((a, kwargs.get(a.name)) for a in arguments)
+        )
+        for argument, value in given:
+            is_written = argument.alias_info is not None and argument.alias_info.is_write
+            is_written |= argument.name.startswith("running_")  # of native_batch_norm
+            for tensor in _tensors(value) if is_written else ():
+                storage = tensor.untyped_storage()
+                if storage.nbytes() > 0 and storage.data_ptr() not in self._overwritten:
+                    self._overwritten[storage.data_ptr()] = storage, storage.clone()
+
+    def undo(self) -> None:
+        """Put back what the operations have overwritten."""
+        for storage, contents in self._overwritten.values():
+            storage.copy_(contents)
+
+
+class NothingFromHost(TorchFunctionMode):
+    """Refuses tensors that are made of the host's numbers: a recording cannot copy them to a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        of_numbers = func in (torch.tensor, torch.as_tensor) and not isinstance(args[0], Tensor)
+        if of_numbers and kwargs.get("device") is not None:
+            raise RuntimeError("a number was copied from the host, as no recording permits")
+        return func(*args, **kwargs)
+
+
+def _tensors(values: object) -> tuple[Tensor, ...]:
+    return tuple(leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _repeat(func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    """Run an operation again; autograd sees no replay of a CUDA graph, so versions stay."""
+    touched = _tensors((args, kwargs, result))
+    with torch.autograd._unsafe_preserve_version_counter(touched):
+        again = func(*args, **kwargs)
+        for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+            if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                old.copy_(new)
 
 
 class Emulated:
-    """In place of ``cuda_graph.Recording``; it takes the step while recording it."""
+    """In place of ``cuda_graph.Recording``."""
 
     made = 0
-    replayed = 0
-    recording = False
+    replayed = 0  # without the first replay of each recording, which belongs to the recording step
+    thread = threading.local()
 
     def __init__(self, work: Callable[[], Any], priority: int = 0) -> None:
-        Emulated.recording, random = True, torch.get_rng_state()
+        random, operations = torch.get_rng_state(), Operations()
+        self.replays = 0
+        self._parts = operations.noted
+        Emulated.thread.recording = True
         try:
-            with Operations() as operations:
+            with cuda_graph.split_by(self._parts.append), operations, NothingFromHost():
                 self.result = work()
-        except BaseException:
-            torch.set_rng_state(random)  # a graph that was not recorded has drawn no numbers
-            raise
         finally:
-            Emulated.recording = False
+            Emulated.thread.recording = False
+            operations.undo()
+            torch.set_rng_state(random)
         Emulated.made += 1
-        self._operations = operations.noted
-        self._taken = True
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Run the operations again; autograd sees no replay of a CUDA graph, so versions stay."""
-        if self._taken:
-            self._taken = False
-            return
-        Emulated.replayed += 1
-        for func, args, kwargs, result in self._operations:
-            touched = tuple(t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor))
-            with torch.autograd._unsafe_preserve_version_counter(touched):
-                again = func(*args, **kwargs)
-                for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
-                    if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
+        """Run the operations again, and what ``cuda_graph.outside`` got between them."""
+        Emulated.replayed += self.replays > 0
+        self.replays += 1
+        for part in self._parts:
+            part()
+
+
+def is_recording() -> bool:
+    """Return True while this thread records."""
+    return getattr(Emulated.thread, "recording", False)
 
 
 def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,6 +129,6 @@ def emulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Emulated, "replayed", 0)
     monkeypatch.setattr(cuda_graph, "DEVICE_TYPES", ("cuda", "cpu"))
     monkeypatch.setattr(cuda_graph, "Recording", Emulated)
-    monkeypatch.setattr(cuda_graph, "is_recording", lambda: Emulated.recording)
-    monkeypatch.setattr(cuda_graph, "can_record", lambda device: not Emulated.recording)
+    monkeypatch.setattr(cuda_graph, "is_recording", is_recording)
+    monkeypatch.setattr(cuda_graph, "can_record", lambda device: not is_recording())
     monkeypatch.setattr(cuda_graph, "_on_side_stream", lambda work: work())

@@ -31,8 +31,8 @@ from torch_locoprop.recording.transfer_assignment import give_transfers
 from torch_locoprop.reporting.diagnostics import Diagnostics, diagnostics_of
 from torch_locoprop.reporting.summary import summary_of
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_recorded
-from torch_locoprop.stepping.graph_work import Trained
-from torch_locoprop.stepping.local_steps import Directions, LocalSteps
+from torch_locoprop.stepping.graph_work import Directions, Trained
+from torch_locoprop.stepping.local_steps import LocalSteps
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, make_outer
 from torch_locoprop.stepping.param_groups import WithParamGroups
@@ -234,7 +234,7 @@ class LocoProp(WithParamGroups):
 
     def _iterate_locally(self, steps: LocalSteps, trained: Trained) -> Directions:
         """Run the local iterations of all layers; on a GPU, by replaying a CUDA graph if possible."""
-        if not self._replays or self._hooks.averaging.processes is not None or self._is_sharded:
+        if not self._replays:
             return steps.solve_all(trained)
         directions = steps.solve_or_replay(trained, self._graphs, self._local_groups())
         if self._graphs.failure is not None:

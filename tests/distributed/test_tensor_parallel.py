@@ -58,9 +58,9 @@ def network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.Tanh(), nn.Linear(5, 6)).double()
 
 
-def parallel(model: nn.Sequential, world: int) -> nn.Sequential:
+def parallel(model: nn.Sequential, world: int, device: str = "cpu") -> nn.Sequential:
     """Divide two layers by rows and one by columns, and replicate one."""
-    mesh = init_device_mesh("cpu", (world,))
+    mesh = init_device_mesh(device, (world,))
     plan: Any = {
         "0": ColwiseParallel(output_layouts=Replicate()),
         "2": RowwiseParallel(input_layouts=Replicate()),
@@ -81,9 +81,14 @@ def _as_local(_: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
 
 
 def train(
-    model: nn.Sequential, name: str, shape: tuple[int, ...], *, compiled: bool = False
+    model: nn.Sequential,
+    name: str,
+    shape: tuple[int, ...],
+    *,
+    compiled: bool = False,
+    steps: int = 3,
 ) -> LocoProp:
-    """Take three steps."""
+    """Take some steps."""
     settings = {"output_transfer": "sigmoid", **SETTINGS[name]}
     if name.startswith("frozen"):
         getattr(model[2], name.split()[1]).requires_grad_(False)
@@ -92,8 +97,8 @@ def train(
         torch.compiler.reset()
         model.compile(backend="aot_eager")  # type: ignore[no-untyped-call]
     numbers = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        batch = torch.rand(*shape, generator=numbers).double()
+    for _ in range(steps):
+        batch = torch.rand(*shape, generator=numbers).double().to(next(model.parameters()).device)
         for x in batch.chunk(2 if name.startswith("accumulated") else 1):
             binary_cross_entropy_with_logits(model(x), x).backward()
         opt.step()

@@ -1,12 +1,19 @@
-"""Collectives with tensors of unequal numbers of rows, for processes that divide rows among them."""
+"""The collectives of local problems, also with tensors of unequal numbers of rows.
+
+The part of a step that CUDA graphs may replay calls its collectives here, outside of CUDA graphs
+(:func:`torch_locoprop.fast.cuda_graph.outside`). Replays call them again, with the same tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
+
+from torch_locoprop.fast.dispatch import graphs
 
 # The names of collectives of one tensor since PyTorch 2.13, and before.
 _all_gather: Any = getattr(distributed, "all_gather_single", None) or getattr(
@@ -21,6 +28,22 @@ def row_counts(d: int, processes: int) -> list[int]:
     """Return how many of d rows each process has, as ``Shard(0)`` divides them."""
     most = -(-d // processes)
     return [min(most, max(d - rank * most, 0)) for rank in range(processes)]
+
+
+def fixed(tensor: Tensor) -> Tensor:
+    """Return a tensor for a collective to read: contiguous and, while a CUDA graph is recorded, a copy.
+
+    The recording keeps the copy. If it kept the inputs and gradients of a pass, the next pass could not
+    put its own at the same addresses.
+    """
+    if graphs.is_recording():
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+def add_up(tensor: Tensor, group: Any) -> None:
+    """Replace a contiguous tensor, in place, by its sum over all processes of a group."""
+    graphs.outside(partial(distributed.all_reduce, tensor, group=group))
 
 
 def of_all(groups: Sequence[Any], tensor: Tensor) -> Tensor:
@@ -41,7 +64,7 @@ def gathered(tensor: Tensor, group: Any) -> Tensor:
     rows, *rest = tensor.shape
     found = tensor.new_empty(rows * distributed.get_world_size(group), *rest)
     if found.numel() > 0:
-        _all_gather(found, tensor.contiguous(), group=group)
+        graphs.outside(partial(_all_gather, found, fixed(tensor), group=group))
     return found
 
 
@@ -56,7 +79,7 @@ def scattered_sum(tensor: Tensor, group: Any) -> Tensor:
     """Return this process's part of the sum of tensors ``[processes · r, ...]``: ``[r, ...]``."""
     rows, *rest = tensor.shape
     found = tensor.new_empty(rows // distributed.get_world_size(group), *rest)
-    _reduce_scatter(found, tensor.contiguous(), group=group)
+    graphs.outside(partial(_reduce_scatter, found, fixed(tensor), group=group))
     return found
 
 
@@ -69,6 +92,7 @@ def exchanged(parts: Tensor, sent: Sequence[int], taken: Sequence[int], group: A
         taken: the size of the part from each process.
         group: the process group.
     """
-    found = parts.new_empty(sum(taken))
-    distributed.all_to_all_single(found, parts, list(taken), list(sent), group=group)
+    found, sizes = parts.new_empty(sum(taken)), (list(taken), list(sent))
+    exchange = partial(distributed.all_to_all_single, found, fixed(parts), *sizes, group=group)
+    graphs.outside(exchange)
     return found

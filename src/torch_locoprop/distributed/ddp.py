@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from torch_locoprop.distributed import collectives
 from torch_locoprop.distributed.live_objects import instances
 
 DDP_FACTS = 8  # numbers that a process tells about a layer
@@ -100,7 +101,7 @@ class Exchange:
         """Replace each tensor, in place, by its sum over all processes (by its mean, if ``mean``)."""
         for tensor in tensors:
             whole = tensor.contiguous()
-            torch.distributed.all_reduce(whole, group=self.facts.group)
+            collectives.add_up(whole, self.facts.group)
             if self.mean:
                 whole /= self.facts.divisor
             if whole is not tensor:

@@ -20,15 +20,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from torch_locoprop.distributed.collectives import (
+    add_up,
+    fixed,
     gathered,
     of_all,
     padded_to,
     row_counts,
     scattered_sum,
 )
+from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.layers.base import is_distributed
 
 NAMES = ("weight", "bias")
@@ -153,7 +156,7 @@ class Shards:
             return tensor
         total = tensor.clone(memory_format=torch.contiguous_format)
         for i in dimensions:
-            distributed.all_reduce(total, group=self.mesh.get_group(i))
+            add_up(total, self.mesh.get_group(i))
         return total
 
     # ---- from tensors as they are stored to rows, and back --------------------------------------
@@ -216,12 +219,18 @@ class Shards:
                 places = places.narrow(i, self.mesh.get_local_rank(i), 1)
         return [int(place) for place in places.flatten()]
 
-    def aligned(self, name: str, gradient: Tensor) -> Tensor:
-        """Return a gradient of a parameter with the placement of the parameter."""
+    def is_aligned(self, name: str, gradient: Tensor) -> bool:
+        """Return True if a gradient of a parameter has the placement of the parameter."""
         given: Any = gradient
         like: Any = self.tensors[name]
-        if tuple(given.placements) == tuple(like.placements):
+        return tuple(given.placements) == tuple(like.placements)
+
+    def aligned(self, name: str, gradient: Tensor) -> Tensor:
+        """Return a gradient of a parameter with the placement of the parameter."""
+        if self.is_aligned(name, gradient):
             return gradient
+        given: Any = gradient
+        like: Any = self.tensors[name]
         aligned: Tensor = given.redistribute(placements=like.placements)
         return aligned
 
@@ -309,6 +318,14 @@ def full(tensor: Tensor) -> Tensor:
     """Return all of a sharded tensor, by an all-gather; any other tensor itself."""
     if not is_distributed(tensor):
         return tensor
-    sharded: Any = tensor.detach()
-    whole: Tensor = sharded.full_tensor()
+    from torch.distributed.tensor import DTensor
+
+    given: Any = tensor
+    own, mesh, placements = fixed(local(tensor)), given.device_mesh, given.placements
+    shape, stride = given.shape, given.stride()
+    sharded: Any = DTensor.from_local(
+        own, mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    whole = own.new_empty(tensor.shape)
+    graphs.outside(lambda: whole.copy_(sharded.full_tensor()))
     return whole

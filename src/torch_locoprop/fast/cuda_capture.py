@@ -1,4 +1,4 @@
-"""The capture of work as a CUDA graph, with what ``torch.cuda.graph`` leaves to its caller.
+"""The capture of work as CUDA graphs, with what ``torch.cuda.graph`` leaves to its caller.
 
 - Python's garbage collector must not run meanwhile: it may destroy an older CUDA graph, such as that of
   a model that is no longer in use. CUDA forbids this to a thread that captures, and the capture fails.
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 
 import torch
+
+Part = Callable[[], object]  # replays one CUDA graph, or does the work between two of them
 
 # PyTorch permits one capture at a time. A capture inside another one raises PyTorch's error and
 # does not wait forever.
@@ -21,20 +24,44 @@ _ONE_CAPTURE = threading.RLock()
 
 
 @contextmanager
-def capture(graph: torch.cuda.CUDAGraph, priority: int = 0) -> Iterator[None]:
+def capture(parts: list[Part], priority: int = 0) -> Iterator[Callable[[Part], None]]:
     """Capture the work inside the context, which does not run, on a stream of its own.
 
     Args:
-        graph: the CUDA graph of the work.
+        parts: gets the parts of the work, to be called in this order, each of them once a replay.
         priority: the priority of the stream.
+
+    Yields:
+        A function that ends the CUDA graph, adds its argument to ``parts`` without calling it, and goes
+        on with another CUDA graph. All of them share memory.
     """
     before, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
     own = torch.cuda.Stream(priority=priority)  # type: ignore[no-untyped-call]
+    running = ExitStack()
+
+    def begin() -> None:
+        graph = torch.cuda.CUDAGraph()
+        # "thread_local" lets other threads, such as data loaders, use the GPU meanwhile.
+        mode = "thread_local"
+        running.enter_context(torch.cuda.graph(graph, pool, own, capture_error_mode=mode))
+        parts.append(graph.replay)
+
+    def end() -> None:
+        with warnings.catch_warnings():  # two collectives may have nothing between them
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            running.close()
+
+    def split(work: Part) -> None:
+        end()
+        parts.append(work)
+        begin()
+
     with _without_garbage_collection():
         try:
-            # "thread_local" lets other threads, such as data loaders, use the GPU meanwhile.
-            with torch.cuda.graph(graph, pool, own, capture_error_mode="thread_local"):
-                yield
+            with running:
+                begin()
+                yield split
+                end()
         except BaseException:
             _clean_up_after_failure(pool)
             raise

@@ -3,11 +3,15 @@
 In an ordinary loop the host launches every kernel of every local iteration, which takes longer than the
 kernels run. A CUDA graph launches all of them at once, but it reads and writes fixed addresses.
 
-- :class:`Recording` is one recorded CUDA graph.
+- :class:`Recording` is recorded work: one CUDA graph, or several with collectives between them.
 - :class:`Repeated` replays work that is the same in every call: whole training steps, populations.
 - :class:`StepGraphs` replays the local problems of ``opt.step()``. In most loops a backward pass puts
   most inputs and gradients at the same addresses as the pass before, and the CUDA graph reads them
   there. The others are copied to fixed addresses.
+
+Collectives of several processes are no part of a CUDA graph. Code calls them through :func:`outside`,
+which divides a recording at each of them. A replay calls the collectives of an eager step, with tensors
+of the same sizes, in the same order. So a process may replay a step that others run eagerly or record.
 
 These classes know no layers and no settings: a :class:`Work`, which is made in
 ``stepping/graph_work.py``, describes what a step does.
@@ -15,6 +19,7 @@ These classes know no layers and no settings: a :class:`Work`, which is made in
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +29,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from torch_locoprop.fast.cuda_capture import capture
+from torch_locoprop.fast.cuda_capture import Part, capture
 
 DEVICE_TYPES = ("cuda",)  # types of devices with streams and CUDA graphs; tests emulate others
 
@@ -46,11 +51,42 @@ MAX_RECORDINGS_IN_PLACE = 4
 MAX_KINDS = 4
 
 
-class Recording(Generic[T]):
-    """One CUDA graph of work on the current device.
+_recorded = threading.local()  # .split of a thread that records: the function of `capture`
+
+
+def outside(work: Part) -> None:
+    """Run work that no CUDA graph can contain, such as a collective.
+
+    While this thread records, the work does not run: it becomes the part of the recording between two
+    CUDA graphs. So the host must not read what the work writes.
 
     Args:
-        work: the work to record. The recording does not run the work: call
+        work: reads and writes the same tensors in every call. It is kept as long as the recording, and
+            so are these tensors.
+    """
+    split = getattr(_recorded, "split", None)
+    if split is None:
+        work()
+    else:
+        split(work)
+
+
+@contextmanager
+def split_by(split: Callable[[Part], None]) -> Iterator[None]:
+    """Let :func:`outside` call ``split`` in this thread, inside the context."""
+    before = getattr(_recorded, "split", None)
+    _recorded.split = split
+    try:
+        yield
+    finally:
+        _recorded.split = before
+
+
+class Recording(Generic[T]):
+    """CUDA graphs of work on the current device: one, or one between every two calls of ``outside``.
+
+    Args:
+        work: the work to record. The recording runs no part of it, also if it fails: call
             :meth:`replay`.
         priority: the priority of the stream that records.
 
@@ -59,13 +95,14 @@ class Recording(Generic[T]):
     """
 
     def __init__(self, work: Callable[[], T], priority: int = 0) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        with capture(self._graph, priority):
+        self._parts: list[Part] = []
+        with capture(self._parts, priority) as split, split_by(split):
             self.result = work()
 
     def replay(self) -> None:
-        """Run the recorded kernels."""
-        self._graph.replay()
+        """Run the recorded kernels, and the work between them."""
+        for part in self._parts:
+            part()
 
 
 class Repeated(Generic[T]):
@@ -134,7 +171,7 @@ class Work(NamedTuple):
 
     key: list[object]  # equal for steps that do the same work
     held: list[Tensor]  # the tensors that the key identifies by their id
-    moving: list[nn.Parameter]  # the parameters that the step moves
+    moving: list[Tensor]  # the parameters that the step moves, of sharded ones this process's parts
     inputs: list[Tensor]  # inputs of all layers, then gradients, from the passes
     is_fixed: Callable[[], bool]  # returns True if the host decides nothing in the step
     reading: Callable[[Sequence[Tensor]], AbstractContextManager[None]]  # replaces `inputs` inside

@@ -102,19 +102,19 @@ class ConvMap:
             return None
         return replace(self, d=d, shape=(d, *self.shape[1:]))
 
-    def packed(self, x: tuple[Images, ...]) -> tuple[Tensor, Tensor]:
-        """Return images as integers ``[calls, 2 + 3k]`` and their numbers as one vector.
+    def packed(self, x: tuple[Images, ...]) -> tuple[list[list[int]], Tensor]:
+        """Return images as integers, 2 + 3k of each call, and their numbers as one vector.
 
         The integers of a call are the shape of its images in k dimensions, the output padding, and the
         size of the output.
         """
         sizes = [[*each.x.shape, *each.output_padding, *each.size] for each in x]
-        return torch.tensor(sizes, device=x[0].x.device), torch.cat([i.x.reshape(-1) for i in x])
+        return sizes, torch.cat([each.x.reshape(-1) for each in x])
 
-    def unpacked(self, sizes: Tensor, numbers: Tensor) -> tuple[Images, ...]:
+    def unpacked(self, sizes: Sequence[Sequence[int]], numbers: Tensor) -> tuple[Images, ...]:
         """Return images from their integers and numbers; the inverse of :meth:`packed`."""
         k = len(self.stride)
-        known = [tuple(call) for call in sizes.tolist()]
+        known = [tuple(call) for call in sizes]
         parts = torch.split(numbers, [int(torch.Size(call[: 2 + k]).numel()) for call in known])
         return tuple(
             Images(part.reshape(call[: 2 + k]), call[2 + k : 2 + 2 * k], call[2 + 2 * k :])

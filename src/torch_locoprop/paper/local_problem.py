@@ -350,7 +350,8 @@ class LocalProblem:
             else:
                 own = self.gram_of(self.linear_map.inputs(own, True, False), self.row_weights)
         weight = self.row_weight if isinstance(self.row_weight, float) else 1.0
-        rows = torch.as_tensor(own.rows, dtype=own.square.dtype, device=own.square.device)
+        # Filled on the device: a CUDA graph cannot copy a number from the host.
+        rows = (own.square.new_ones(()) * own.rows).to(own.square)
         weighted = own.times(weight, rows * weight)
         self.others.add_up(weighted.tensors)
         return weighted

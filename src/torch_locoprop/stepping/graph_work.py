@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch_locoprop.config.components import Components
 from torch_locoprop.config.groups import Group
 from torch_locoprop.config.settings import GRAPH_KEY_SETTINGS
+from torch_locoprop.distributed.fully_shard import local
 from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.call import Call
@@ -23,8 +24,10 @@ from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import FirstOrder, Preconditioned, Spectral
 from torch_locoprop.stepping.method import MISSED, Plan, is_ours, number_of, problems_before
 from torch_locoprop.stepping.outer_state import own_entries
+from torch_locoprop.stepping.several_processes.layer_part import part_of
 
 Trained = dict[LayerRecord, dict[str, nn.Parameter]]  # the tensors of each layer that a step moves
+Directions = dict[nn.Parameter, Tensor]  # gradients for an outer optimizer
 States = Mapping[Tensor, Mapping[str, Tensor]]
 
 # A CUDA graph keeps the precision that products and convolutions had when it was recorded.
@@ -48,8 +51,9 @@ def work_of(
     The key contains everything about layers, groups and tensors that the solution depends on.
     Parameters, states and counters enter it by their id and address; parameters also by their shape,
     which an assignment to ``.data`` may change. Gradients and inputs enter by shape only, because the
-    recorder compares their addresses. This function runs in every step while the device waits, so it is
-    written for speed.
+    recorder compares their addresses. With several processes the key contains all that they have told
+    each other in this step, so a replay calls the collectives that an eager step would call. This
+    function runs in every step while the device waits, so it is written for speed.
 
     Args:
         trained: the layers of the step, with the tensors that it moves.
@@ -67,7 +71,7 @@ def work_of(
     for layer, own in trained.items():
         if layer.needs - {"g_norm"} or not layer.calls:
             return None
-        key += (layer.name, *own, *layer.role, layer.counts.get(MISSED))
+        key += (layer.name, *own, *layer.role, layer.counts.get(MISSED), layer.shared_facts)
         for call in layer.calls:
             read = _inputs(call)
             key += (call.shape, None if call.kept is None else len(call.kept), len(read))
@@ -75,7 +79,10 @@ def work_of(
         tensors += layer.tensors.values()
         counts += [count for count in layer.counts.values() if isinstance(count, Tensor)]
         moving += own.values()
-    left = inputs + [p.grad for p in moving if p.grad is not None]
+    gradients = _gradients(trained)
+    if gradients is None:
+        return None
+    left = inputs + gradients
     for tensor in left:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:
             return None
@@ -91,10 +98,12 @@ def work_of(
         key.append(list(entries))
         held += entries.values()
     key += map(id, held)
-    key += map(Tensor.data_ptr, held)
-    key += [(t.shape, t.stride(), t.dtype, t.device) for t in tensors + left]
+    parts = list(map(local, held))
+    key += map(Tensor.data_ptr, parts)
+    key += [(t.shape, t.stride(), t.dtype, t.device) for t in parts[: len(tensors)] + left]
     is_fixed = partial(_is_fixed, trained, plan, state)
-    return graphs.Work(key, held, moving, left, is_fixed, partial(_reading, list(trained), moving))
+    moved = list(map(local, moving))
+    return graphs.Work(key, held, moved, left, is_fixed, partial(_reading, trained))
 
 
 def is_capturable(
@@ -128,39 +137,71 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         # The host puts the first state in place. A closed form has one state for all tensors.
         has_state = [bool(own_entries(state[p])) for p in own.values()]
         settled = solver.stateless or (any if solver.closed_form else all)(has_state)
-        weight = layer.kind.matrix("weight", layer.tensors["weight"].detach())
+        weight = layer.kind.matrix("weight", layer.like)
         number, bent = number_of(layer, plan.group(layer)), variant.loss.uses_transfer
         fixed = solver.is_fixed_work(number, weight, bent)
         if not settled or not fixed or not all(map(is_ours, parts)):
             return False
+        part = part_of(layer, method)
+        if part is not None and part.gathers_images(layer, own):
+            return False
     return True
 
 
+def _gradients(trained: Trained) -> list[Tensor] | None:
+    """Return the gradients, of sharded layers this process's parts.
+
+    None if the processes have to add up a gradient first.
+    """
+    found = []
+    for layer, own in trained.items():
+        for name, p in own.items():
+            gradient = p.grad
+            assert gradient is not None
+            if layer.shards is not None:
+                if not layer.shards.is_aligned(name, gradient):
+                    return None
+                gradient = local(gradient)
+            found.append(gradient)
+    return found
+
+
 @contextmanager
-def _reading(
-    layers: Sequence[LayerRecord], moving: Sequence[nn.Parameter], reads: Sequence[Tensor]
-) -> Iterator[None]:
+def _reading(trained: Trained, reads: Sequence[Tensor]) -> Iterator[None]:
     """Replace the recorded inputs and the gradients by other tensors inside the context.
 
     Args:
-        layers: the layers of the step.
-        moving: the parameters that the step moves.
-        reads: tensors for the inputs of all calls, then for the gradients of ``moving``.
+        trained: the layers of the step, with the tensors that it moves.
+        reads: tensors for the inputs of all calls, then for the gradients.
     """
     inputs = iter(reads)
-    calls = [list(layer.calls) for layer in layers]
-    gradients = [p.grad for p in moving]
+    calls = [list(layer.calls) for layer in trained]
+    gradients = {p: p.grad for own in trained.values() for p in own.values()}
     try:
-        for layer in layers:
+        for layer in trained:
             layer.calls[:] = [_with_inputs(call, inputs) for call in layer.calls]
-        for p, gradient in zip(moving, reads[-len(moving) :], strict=True):
+        others = dict(zip(gradients, reads[-len(gradients) :], strict=True))
+        for p, gradient in like_parameters(others, trained).items():
             p.grad = gradient
         yield
     finally:
-        for layer, own in zip(layers, calls, strict=True):
+        for layer, own in zip(trained, calls, strict=True):
             layer.calls[:] = own
-        for p, old in zip(moving, gradients, strict=True):
+        for p, old in gradients.items():
             p.grad = old
+
+
+def like_parameters(parts: Mapping[nn.Parameter, Tensor], trained: Trained) -> Directions:
+    """Return gradients that are sharded as their parameters, from this process's parts of them."""
+    found = dict(parts)
+    for layer, own in trained.items():
+        if layer.shards is not None:
+            found |= {
+                p: layer.shards.like_parameter(name, parts[p])
+                for name, p in own.items()
+                if p in parts
+            }
+    return found
 
 
 def _inputs(call: Call) -> list[Tensor]:

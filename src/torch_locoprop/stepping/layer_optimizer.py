@@ -35,8 +35,7 @@ from torch_locoprop.stepping import first_step
 from torch_locoprop.stepping.build_problem import count_loss_terms
 from torch_locoprop.stepping.empty_state import empty_states, hides_state
 from torch_locoprop.stepping.fallback_optimizer import FallbackFactory
-from torch_locoprop.stepping.graph_work import Trained, is_capturable
-from torch_locoprop.stepping.local_steps import Directions
+from torch_locoprop.stepping.graph_work import Directions, Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
 from torch_locoprop.stepping.method import MISSED, Plan, number_of, problems_before

@@ -29,7 +29,7 @@ from torch_locoprop.stepping.build_problem import (
     row_factor,
     running_fisher,
 )
-from torch_locoprop.stepping.graph_work import Trained, work_of
+from torch_locoprop.stepping.graph_work import Directions, Trained, like_parameters, work_of
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.messages import Notices
@@ -44,7 +44,6 @@ from torch_locoprop.stepping.several_processes.layer_part import Part, part_of
 
 Divided = ModuleType  # a module with is_divided(), round_size() and solved()
 DIVIDED: tuple[Divided, ...] = (divided_polar, divided_closed_forms)
-Directions = dict[nn.Parameter, Tensor]  # gradients for an outer optimizer
 
 
 @dataclass
@@ -96,7 +95,11 @@ class LocalSteps:
             with step_graphs.rates_on_device(groups, device):
                 known = (self.plan, groups, self.components, self.state, self.terms)
                 work = None if self.measurements is not None else work_of(layers, *known)
-                directions = step_graphs.take(work, lambda: self.solve_all(layers))
+
+                def solve() -> Directions:
+                    return {p: local(each) for p, each in self.solve_all(layers).items()}
+
+                directions = like_parameters(step_graphs.take(work, solve), layers)
         if work is not None and self.apply == "replace":
             torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
         return directions

@@ -174,7 +174,7 @@ def _all_inputs(problem: LocalProblem, facts: SharedFacts) -> Any:
         return of_all([facts.group], problem.x).flatten(0, 1)
     sizes, numbers = problem.linear_map.packed(problem.x)
     of_each = of_all([facts.group], numbers).flatten()
-    return problem.linear_map.unpacked(sizes.repeat(facts.processes, 1), of_each)
+    return problem.linear_map.unpacked(sizes * facts.processes, of_each)
 
 
 def _row_gradients(problem: LocalProblem) -> Tensors:

@@ -219,6 +219,19 @@ class Part:
         exchanged = self.exchanges_weights(layer, method, gate=group["gate"])
         return EXCHANGES_WEIGHTS if exchanged else GATHERS_ROWS
 
+    def gathers_images(self, layer: LayerRecord, moved: Collection[str]) -> bool:
+        """Return True if the processes exchange images, whose shapes they tell each other first.
+
+        Args:
+            layer: the record of the layer.
+            moved: names of the tensors that the step moves.
+        """
+        facts, use = layer.shared_facts, layer.row_use(moved)
+        if not isinstance(self.kind.linear_map, ConvMap) or (use is not None and not use.is_any):
+            return False
+        assert isinstance(facts, SharedShardFacts)
+        return facts.all_have_rows and not _goes_through_gram(layer, facts, use)
+
     def _gram(
         self, layer: LayerRecord, calls: Sequence[Call], x: Any, use: RowUse | None, mean: bool
     ) -> Gram:
@@ -258,11 +271,13 @@ class Part:
 
     def _all_images(self, linear_map: ConvMap, x: Any, processes: int) -> Any:
         """Return the images of all processes."""
-        sizes, numbers = linear_map.packed(x)
-        counts = torch.tensor([[len(sizes), len(numbers)]], device=sizes.device)
+        own, numbers = linear_map.packed(x)
+        sizes = torch.tensor(own, device=numbers.device)
+        counts = torch.tensor([[len(sizes), len(numbers)]], device=numbers.device)
         of_each = self.shards.all_inputs(counts, [1] * processes).T.tolist()
         sizes = self.shards.all_inputs(sizes, of_each[0])
-        return linear_map.unpacked(sizes, self.shards.all_inputs(numbers, of_each[1]))
+        numbers = self.shards.all_inputs(numbers, of_each[1])
+        return linear_map.unpacked(sizes.tolist(), numbers)
 
 
 def _goes_through_gram(layer: LayerRecord, facts: SharedShardFacts, use: RowUse | None) -> bool:
