@@ -197,11 +197,11 @@ TRIALS: list[dict[str, Any]] = [
     trial("rows", 1, lr=0.01),
     trial("rows", 1, lr=0.03),
     trial("rows", 2, lr=0.03, gamma=0.1),
-    trial("plain", 1, gamma=0.003),
-    trial("plain", 2, gamma=0.003),
+    trial("plain", 1, gamma=0.001),
+    trial("plain", 2, gamma=0.002),
     trial("plain", 3, gamma=0.01, across=0.0, averaging=0.0, every=1),  # no average at all
     trial("plain", 3, gamma=0.003, across=0.0, averaging=0.0, every=1),
-    trial("plain", 3, gamma=0.003, across=0.9, averaging=0.0, every=1),
+    trial("plain", 3, gamma=0.005, across=0.0),
 ]
 
 

@@ -21,13 +21,14 @@ import math
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import step_table, steps_figure
+from benchmarks import step_table
 from benchmarks.clock import milliseconds, now
 from benchmarks.contestants import CONTESTANTS, FLOOR, Contestant, Ready, Task, get
 from benchmarks.options import add_options
@@ -258,6 +259,13 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _draw(content: dict[str, Any], path: Path) -> None:
+    """Save the figure; only this needs matplotlib."""
+    from benchmarks import steps_figure
+
+    steps_figure.save(content, path)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["standard"])
@@ -280,7 +288,7 @@ def main(arguments: list[str] | None = None) -> None:
             parser.error("--figure draws one file: give one file to --show.")
         step_table.show(options.show)
         if options.figure:
-            steps_figure.save(json.loads(options.show[0].read_text()), options.figure)
+            _draw(json.loads(options.show[0].read_text()), options.figure)
         return
     options.steps = options.steps or (20 if options.device == "cuda" else 2)
     if options.threads:
@@ -290,7 +298,7 @@ def main(arguments: list[str] | None = None) -> None:
         step_table.write(options.out, content)
     step_table.display(step_table.markdown(content))
     if options.figure:
-        steps_figure.save(content, options.figure)
+        _draw(content, options.figure)
 
 
 if __name__ == "__main__":
