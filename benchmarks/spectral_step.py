@@ -91,7 +91,7 @@ def timed(step: Callable[[int], Any], before: Callable[[], None]) -> float:
     return 1e3 * total
 
 
-def measured(name: str, rounds: int, preset: str) -> dict[str, Any]:
+def measured(name: str, rounds: int, preset: str = "general") -> dict[str, Any]:
     """Return the medians of a model: milliseconds of a step, and ratios."""
     widths, rows = MODELS[name]
     x = torch.rand(rows, widths[0])
