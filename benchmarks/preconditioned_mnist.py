@@ -72,6 +72,7 @@ class Averaged(Preconditioned):
     every: int = 10
     averaging: float = 0.8
     stateless = False
+    ignores = frozenset({"momentum", "eps", "local_decay"})
 
     def solve(
         self,
