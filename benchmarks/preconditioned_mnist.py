@@ -12,22 +12,22 @@ batches too, and its inverse is renewed every tenth step: the preconditioner dec
 are, not where they go.
 
 First every setting of `TRIALS` runs for `--trial-epochs`, beside the spectral step and LocoProp-M with
-RMSProp. Then the best one runs for `--epochs` at three seeds, and the best of each other form and
-variant at one. Last, the time of a step alone is measured, as one CUDA graph. Runs are folders of the
-study; `summary.json` has all losses and times.
+RMSProp. Then the best one runs for `--epochs` and for `--short-epochs` at three seeds, and the best of
+each other form and variant at one. Last, the time of a step alone is measured, as one CUDA graph. Runs
+are folders of the study; `summary.json` has all losses and times.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import multiprocessing
 import queue
 import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -284,13 +284,20 @@ def step_milliseconds(values: dict[str, Any]) -> float:
         return milliseconds(lambda: step(images, images), 5 * few, config.device)
 
 
+def save(folder: Path, content: dict[str, Any]) -> None:
+    """Write what was measured so far, should the machine's time end."""
+    (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main() -> None:
+    """Run trials and the best settings of each kind, and write their losses and times."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="standard")
     parser.add_argument("--trial-epochs", type=int, default=40)
     parser.add_argument("--epochs", type=int, default=100)
+    parser.add_argument("--short-epochs", type=int, default=50, help="of the best one, once more")
     parser.add_argument("--trials", type=int, help="only so many of the trials")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
@@ -323,22 +330,33 @@ def main() -> None:
         trials.insert(
             0, (f"trial-{method}", {**config({}, options.trial_epochs), "method": method})
         )
+    content: dict[str, Any] = {
+        "command": "python -m benchmarks.preconditioned_mnist",
+        "trial epochs": options.trial_epochs,
+        "epochs": options.epochs,
+        "environment": environment(options.device),
+    }
     found = train_all(trials, options, began + 60 * options.minutes * 0.6)
+    content["trials"] = found
+    save(options.out, content)
     best: dict[str, dict[str, Any]] = {}
     own = [row for row in found if row["method"] == NAME]
-    for row in sorted(own, key=lambda row: row.get("train", math.inf)):
+    ended = [row for row in own if not row.get("diverged", True)]
+    for row in sorted(ended, key=lambda row: float(row["train"])):
         settings = {**SETTINGS, **row["settings"]}
-        kind = settings["form"], settings["variant"]
-        if not row.get("diverged", True):
-            best.setdefault("-".join(kind), row["settings"])
-    first, *others = best.items() or [("none", {})]
-    wanted = [(first, seed) for seed in range(options.seeds)] + [(each, 0) for each in others]
+        best.setdefault(f"{settings['form']}-{settings['variant']}", row["settings"])
+    first, *others = best or ["none"]
+    seeds, epochs = range(options.seeds), options.epochs
+    wanted = [(first, epochs, seed) for seed in seeds] + [(each, epochs, 0) for each in others]
+    wanted += [(first, options.short_epochs, seed) for seed in seeds]
     final = [
-        (f"{NAME}-{kind}-s{seed}", config(settings, options.epochs, seed))
-        for (kind, settings), seed in wanted
+        (f"{NAME}-{kind}-{count}-epochs-s{seed}", config(best[kind], count, seed))
+        for kind, count, seed in wanted
+        if best
     ]
-    ended = train_all(final, options, deadline) if final else []
-    clock = {}
+    content["runs"] = train_all(final, options, deadline) if best else []
+    content["ms a step"] = clock = {}
+    save(options.out, content)
     for kind, settings in best.items():
         clock[kind] = step_milliseconds(config(settings, options.epochs))
         print(f"{kind}: {clock[kind]:.2f} ms a step alone", flush=True)
@@ -346,17 +364,7 @@ def main() -> None:
         plain = {**config({}, options.epochs), "method": method}
         clock[method] = step_milliseconds(plain)
         print(f"{method}: {clock[method]:.2f} ms a step alone", flush=True)
-    content = {
-        "command": "python -m benchmarks.preconditioned_mnist",
-        "trial epochs": options.trial_epochs,
-        "epochs": options.epochs,
-        "environment": environment(options.device),
-        "trials": found,
-        "runs": ended,
-        "ms a step": clock,
-        "seconds": round(time.time() - began, 1),
-    }
-    (options.out / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+        save(options.out, content)
 
 
 if __name__ == "__main__":
