@@ -194,7 +194,7 @@ def _reading(trained: Trained, reads: Sequence[Tensor]) -> Iterator[None]:
 def like_parameters(parts: Mapping[nn.Parameter, Tensor], trained: Trained) -> Directions:
     """Return gradients that are sharded as their parameters, from this process's parts of them."""
     found = dict(parts)
-    for layer, own in trained.items():
+    for layer, own in trained.items() if parts else ():
         if layer.shards is not None:
             found |= {
                 p: layer.shards.like_parameter(name, parts[p])
