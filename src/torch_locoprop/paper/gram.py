@@ -102,7 +102,7 @@ class Gram:
 
     square: Tensor  # XᵀX [..., n, n]; empty if no step will use it
     total: Tensor  # Xᵀ1 [..., n]
-    rows: int | Tensor
+    rows: float | Tensor  # how many there are, or the sum of their weights
 
     @property
     def structure(self) -> Structure:
@@ -169,7 +169,7 @@ class Gram:
             return self
         return replace(self, square=self.square.to(dtype), total=self.total.to(dtype))
 
-    def times(self, count: float, rows: int | Tensor) -> Self:
+    def times(self, count: float, rows: float | Tensor) -> Self:
         """Return the products with each row counted ``count`` times, as products of ``rows`` rows."""
         return replace(self, square=self.square * count, total=self.total * count, rows=rows)
 

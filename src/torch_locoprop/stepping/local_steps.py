@@ -380,6 +380,8 @@ def _state_pairs(
             entry.device,
         ):
             if holds(ok, unknown=True):
+                # Not as views of what processes have sent: fused kernels take contiguous tensors.
+                new = {key: entry.contiguous() for key, entry in new.items()}
                 state.update(new if part is None else part.stored(new))
             return []
         if entry is not old:

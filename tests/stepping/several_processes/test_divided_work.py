@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from torch_locoprop import LocoProp
+from torch_locoprop.fast import dispatch
 from torch_locoprop.solvers import Exact, Preconditioned, Spectral
 from torch_locoprop.stepping.build_problem import Posed
 from torch_locoprop.stepping.several_processes import (
@@ -131,6 +132,24 @@ def small_layers_are_divided(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(divided_closed_forms, "PAYS_FROM", 0)
 
 
+@pytest.mark.parametrize(("name", "rows"), [("S", 24.0), ("S, means", 1.0)])
+def test_the_number_of_all_rows_is_known_to_the_host(
+    name: str, rows: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused kernels take it as a number."""
+    known = []
+    solve = dispatch.solve
+
+    def noted(solver: Any, problem: Any, *args: Any) -> Any:
+        known.append(problem.x.rows)
+        return solve(solver, problem, *args)
+
+    monkeypatch.setattr(dispatch, "solve", noted)
+    in_threads(CASES[name], 2)
+    assert len(known) == 12
+    assert all(type(each) is float and each == rows for each in known)
+
+
 @pytest.mark.parametrize(("name", "world"), WORLDS)
 def test_divided_work_is_that_of_one_process(name: str, world: int) -> None:
     case = {**CASES, **NOT_DIVIDED}[name]
@@ -146,6 +165,7 @@ def test_divided_work_is_that_of_one_process(name: str, world: int) -> None:
             assert states[i].keys() == state.keys()
             for key, entry in state.items():
                 torch.testing.assert_close(states[i][key], entry, rtol=0, atol=1e-9)
+                assert states[i][key].is_contiguous()  # as fused kernels need it
 
 
 @pytest.mark.parametrize("settings", [MANY, STEEP], ids=["M", "preconditioned"])

@@ -153,13 +153,15 @@ def _with_all_rows(
 ) -> LocalProblem:
     """Return the problem with XᵀX of all processes if it is solved with XᵀX, else with all rows."""
     known: dict[str, Any] = {}
+    exchange = cast(Exchange, problem.others)
     if isinstance(solver, Preconditioned):
         known["whole_square"] = solver.square(problem)  # the work for it stays divided by rows
     else:
         gram = problem.through_gram(local_steps)
         if gram is not None:
+            # A number of the host, as the fused kernels take it.
+            gram = replace(gram, rows=1.0 if exchange.mean else float(facts.rows))
             return replace(problem, x=gram, row_weight=1.0)
-    exchange = cast(Exchange, problem.others)
     weight = cast(float, problem.row_weight)
     for name, rows in _row_gradients(problem).items():
         known[name] = of_all([facts.group], rows).flatten(0, 1)

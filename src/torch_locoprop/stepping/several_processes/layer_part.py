@@ -245,7 +245,7 @@ class Part:
         facts = layer.shared_facts
         assert isinstance(facts, SharedShardFacts)
         weight = 1 / (layer.row_count * facts.processes) if mean else 1.0
-        own = own.times(weight, own.square.new_full((), 1.0 if mean else float(facts.rows)))
+        own = own.times(weight, 1.0 if mean else float(facts.rows))
         if isinstance(own, ReducedGram):
             return replace(own, square=self.shards.sum_over_inputs(own.square))
         both = torch.cat([own.square, own.total.unsqueeze(-2)], dim=-2)
