@@ -19,7 +19,7 @@ from torch_locoprop.study.figures.loss_lines import Drawn, Floats
 LOGARITHMIC = 2.25
 """A frame whose highest and lowest loss have at least this ratio gets a logarithmic scale."""
 
-STRETCH, FARTHER_STRETCH = 1.6, 4.0
+STRETCH, FARTHER_STRETCH = 1.8, 4.0
 """The largest height of a frame that shows the ends of lines, relative to the range of early losses.
 
 The second number is for lines of methods with ``ends_in_frame``.
