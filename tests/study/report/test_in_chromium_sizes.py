@@ -225,6 +225,15 @@ def test_method_names_wrap_under_themselves(opening: Any) -> None:
             assert max(lines for *_, lines in rows) > 1, "some names have several lines"
 
 
+def test_a_method_is_not_broken_at_its_hyphen(opening: Any) -> None:
+    shown = opening("few")
+    for width in at_each_width(shown):
+        lines = shown.evaluate(
+            "[...document.querySelectorAll('#ranking .word')].map(w => w.getClientRects().length)"
+        )
+        assert lines == [1, 1], width
+
+
 def test_rows_of_the_ranking_can_be_read_on_a_phone(opening: Any) -> None:
     shown = opening("many")
     shown.evaluate(
@@ -235,11 +244,12 @@ def test_rows_of_the_ranking_can_be_read_on_a_phone(opening: Any) -> None:
     for width in at_each_width(shown):
         broken = shown.evaluate(
             "[...document.querySelectorAll('#ranking .named')].flatMap(n => {"
-            " const text = n.lastElementChild.firstChild, range = document.createRange();"
-            " return [...text.data.matchAll(/[^\\s-]+/g)].filter(word => {"
+            " const method = n.querySelector('.word'), range = document.createRange();"
+            " const texts = [method.firstChild, method.nextSibling];"
+            " return texts.flatMap(text => [...text.data.matchAll(/\\S+/g)].filter(word => {"
             "  range.setStart(text, word.index); range.setEnd(text, word.index + word[0].length);"
             "  return new Set([...range.getClientRects()].map(r => r.top)).size > 1;"
-            " }).map(word => word[0]); })"
+            " }).map(word => word[0])); })"
         )
         assert broken == [], width
         loss = box(shown, "#ranking td[data-key=train]")

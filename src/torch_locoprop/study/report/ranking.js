@@ -55,7 +55,10 @@ function reached(series, level) {
 
 function methodCell(series) {
   const remark = series.remark ? element("span", { class: "remark" }, series.remark) : null;
-  return element("span", { class: "named" }, swatch(series), element("span", {}, `${series.label} `, remark));
+  const [method, ...settings] = series.label.split(" ");
+  const word = element("span", { class: "word" }, method);  // no break behind its hyphen
+  const text = element("span", {}, word, ` ${settings.join(" ")} `, remark);
+  return element("span", { class: "named" }, swatch(series), text);
 }
 
 /** Return the columns: a heading, the value to sort by, and the content. */
