@@ -50,6 +50,25 @@ def test_one_command_runs_the_whole_protocol(run: Any) -> None:
     assert read_results(Path("there/standard/results.jsonl")) == lines, "nothing is trained again"
 
 
+def test_a_study_that_is_stopped_while_it_is_planned_is_continued(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "seconds_of_run", lambda *_: signal.raise_signal(signal.SIGINT))
+        code, _, err = run(*MINI, "--quiet")
+    assert code == exit_codes.INTERRUPTED
+    assert err.endswith("Continue with: locoprop study --resume --out there\n")
+    code, out, _ = run("study", "--resume", "--out", "there", "--plan", "--json")
+    assert {each["method"] for each in json.loads(out)["plan"]} == {"adam", "muon"}
+
+
+def test_a_folder_without_a_study_is_not_continued(run: Any) -> None:
+    code, _, err = run("study", "--resume", "--out", "there")
+    assert code == 1
+    assert "there has no study to continue. Choose its folder (--out)" in " ".join(err.split())
+    assert not Path("there").exists()
+
+
 @pytest.mark.parametrize(
     ("kind", "word", "code"),
     [

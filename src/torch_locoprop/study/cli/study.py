@@ -127,14 +127,21 @@ def study_command(
         "quick": quick or None,
         "epochs": epochs,
     }
-    description = _description(out, resume or plan, _split(tasks), _split(names), given)
+    chosen = _split(tasks), _split(names)
+    if resume and stored(out) is None and not any((*chosen, *given.values())):
+        raise RunError(
+            f"{out} has no study to continue. Choose its folder (--out), or begin one with --budget."
+        )
+    description = _description(out, resume or plan, *chosen, given)
     study = Study(out, description, data_dir)
     console = messages()
     with using_threads(description.scale.threads):
-        planned = study.plan(device)
         if plan:
-            _print_plan(planned, jobs, as_json)
+            _print_plan(study.plan(device), jobs, as_json)
             return
+        study.begin()
+        with _continued(console, out, data_dir):
+            planned = study.plan(device)
         if not quiet:
             console.print(_plan_table(planned, jobs))
         how = How(

@@ -161,6 +161,11 @@ class Study:
             )
         ]
 
+    def begin(self) -> None:
+        """Store what the study consists of, so that it can be continued."""
+        content = json.dumps(self.description.to_dict(), indent=1) + "\n"
+        write(self.folder / "study.json", content)
+
     def run(
         self,
         how: How | str = "cpu",
@@ -183,8 +188,7 @@ class Study:
             The number of populations or runs that failed.
         """
         how = How(how) if isinstance(how, str) else how
-        content = json.dumps(self.description.to_dict(), indent=1) + "\n"
-        write(self.folder / "study.json", content)
+        self.begin()
         jobs = _Jobs(self, how)
 
         def on_end() -> None:
