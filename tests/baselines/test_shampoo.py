@@ -94,19 +94,20 @@ def run(w: nn.Parameter, opt: Shampoo, gradients: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("grafting", ["rmsprop", "adagrad", "sgd", None])
 @pytest.mark.parametrize("decay", [0.8, 1.0, None])
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize(("every", "early"), [(1, 0), (3, 0), (3, 2), (4, 4)])
 def test_steps_are_dense_inverse_fourth_roots(
-    grafting: str | None, decay: float | None, every: int
+    grafting: str | None, decay: float | None, every: int, early: int
 ) -> None:
     gradients = [signed(4, 6, seed=s) for s in range(5)]
     w = nn.Parameter(torch.zeros(4, 6, dtype=torch.float64))
-    opt = Shampoo([w], lr=0.1, momentum=0.5, decay=decay, eps=EPS, every=every, grafting=grafting)
+    settings: dict[str, Any] = {"decay": decay, "every": every, "early": early}
+    opt = Shampoo([w], lr=0.1, momentum=0.5, eps=EPS, grafting=grafting, **settings)
     moves = run(w, opt, gradients)
     velocity = torch.zeros(4, 6).double()
     roots: tuple[Tensor, Tensor] | None = None
     for t, g in enumerate(gradients):
         seen = gradients[: t + 1]
-        if t % every == 0:
+        if t % every == 0 or t < early:
             roots = (
                 power(weighted([x @ x.mT for x in seen], decay), -0.25),
                 power(weighted([x.mT @ x for x in seen], decay), -0.25),
@@ -160,7 +161,7 @@ def test_a_change_of_the_largest_side_renews_the_roots(before: int, after: int) 
     """With another number of sides the roots have other exponents."""
     gradients = [signed(5, 3, seed=seed) for seed in range(3)]
     w = nn.Parameter(torch.zeros(5, 3, dtype=torch.float64))
-    settings: dict[str, Any] = {"momentum": 0.0, "decay": 1, "eps": EPS, "every": 10}
+    settings: dict[str, Any] = {"momentum": 0.0, "decay": 1, "eps": EPS, "every": 10, "early": 0}
     opt = Shampoo([w], lr=1.0, grafting=None, max_size=before, **settings)
     for number, gradient in enumerate(gradients):
         opt.param_groups[0]["max_size"] = before if number < 2 else after
@@ -220,7 +221,7 @@ def test_zero_gradients_move_nothing_and_do_no_harm() -> None:
     assert_close([inverse_root(torch.zeros(3, 3), 4, EPS)], [torch.eye(3)])
     for grafting in ("rmsprop", "adagrad", "sgd", None):
         w = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
-        opt = Shampoo([w], every=5, momentum=0.0, grafting=grafting)
+        opt = Shampoo([w], every=5, early=0, momentum=0.0, grafting=grafting)
         moves = run(w, opt, [torch.zeros(3, 2).double(), signed(3, 2, seed=1)])
         assert_close([moves[0]], [torch.zeros(3, 2).double()])
         assert torch.isfinite(w).all()
@@ -254,6 +255,7 @@ def test_defaults() -> None:
         "decay": 0.99,
         "eps": 1e-6,
         "every": 1,
+        "early": 10,
         "weight_decay": 0.0,
         "grafting": "rmsprop",
         "max_size": 8192,
@@ -334,6 +336,7 @@ def test_an_autoencoder_learns_faster_than_with_sgd(options: dict[str, Any]) -> 
         ({"decay": 1.5}, "Invalid decay=1.5"),
         ({"eps": 0.0}, r"Invalid eps=0.0. Must be finite and > 0"),
         ({"every": 1.5}, r"Invalid every=1.5. Must be an integer >= 1"),
+        ({"early": -1}, r"Invalid early=-1. Must be an integer >= 0"),
         ({"max_size": 0}, "Invalid max_size=0"),
         ({"weight_decay": -1.0}, "Invalid weight_decay=-1.0"),
         ({"grafting": "rmspropp"}, r"Unknown grafting 'rmspropp'. Did you mean 'rmsprop'\?"),

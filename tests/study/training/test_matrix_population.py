@@ -25,7 +25,7 @@ SETTINGS = {
         {},
         {"lr": 3e-2, "momentum": 0.7, "damping": 0.3, "decay": 0.8, "fall": 2.0, "averaging": 0.5},
     ],
-    "shampoo@3": [{}, {"lr": 3e-3, "eps": 1e-3, "decay": 0.8}],
+    "shampoo@3": [{"early": 5}, {"lr": 3e-3, "eps": 1e-3, "decay": 0.8, "early": 5}],
     "kfac@25": [{}, {"lr": 0.1, "clip": 1.0, "damping": 0.1, "decay": 0.8}],
 }
 

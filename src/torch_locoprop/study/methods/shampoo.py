@@ -28,6 +28,7 @@ register(
             "decay": 0.9667,
             "eps": 2.637e-07,
             "every": 1,
+            "early": 0,  # in the paper's schedule early roots change nothing, and the runs have none
             "grafting": "rmsprop",
             "max_size": 8192,
         },

@@ -101,6 +101,7 @@ class Training(Members):
             _numbers(configs, self.layers[0]["weight"]),
             config.settings.get("every", 1),
             len(self.layers),
+            config.settings.get("early", 0),
         )
         self.seeds = [c.seed for c in configs]
 

@@ -53,10 +53,11 @@ class Update:
         numbers: the settings that are numbers, ``[K]`` each, `weight_decay` included.
         every: the number of steps between factorisations.
         layers: the number of layers.
+        early: the number of first steps with a factorisation, for methods with such a setting.
     """
 
-    def __init__(self, numbers: Tensors, every: int, layers: int) -> None:
-        self.numbers, self.every = numbers, every
+    def __init__(self, numbers: Tensors, every: int, layers: int, early: int = 0) -> None:
+        self.numbers, self.every, self.early = numbers, every, early
         self.states: list[Tensors] = [{} for _ in range(layers)]
         self.steps = 0
         self.lr = numbers["lr"]
@@ -261,7 +262,7 @@ class Shampoo(Update):
         for state, gradients in zip(self.states, passes.gradients, strict=True):
             for side, outer in outer_products(gradients["weight"]).items():
                 self._average(state, side, outer)
-        if self.steps % self.every == 0:
+        if self.steps % self.every == 0 or self.steps < self.early:
             eps = self.numbers["eps"].unsqueeze(-1)
             matrices = [(state[side], eps) for state in self.states for side in SIDES]
             roots = iter(in_threads(inverse_fourth_root, matrices))
