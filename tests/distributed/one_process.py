@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import fsdp_gpt
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -200,6 +199,8 @@ def saved(case: Case, folder: Path, *, asynchronous: bool) -> Compared:
 
 def example(folder: Path) -> Compared:
     """Run ``examples/fsdp_gpt.py`` for 21 steps, of which the last one loads a checkpoint."""
+    import fsdp_gpt  # which needs rich, and the other cases do not
+
     printed = StringIO()
     with redirect_stdout(printed):
         for steps in (20, 21):
