@@ -27,7 +27,7 @@ from torch_locoprop.study.equal_budgets.study import TASKS, How, Study, StudyDes
 from torch_locoprop.study.equal_budgets.task_study import Budget
 from torch_locoprop.study.equal_budgets.trial_table import table
 from torch_locoprop.study.equal_budgets.trials import read_results, read_trials
-from torch_locoprop.study.equal_budgets.workers import revision
+from torch_locoprop.study.machine import revision
 from torch_locoprop.study.methods import in_equal_budgets
 
 

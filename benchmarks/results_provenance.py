@@ -2,8 +2,8 @@
 
     python benchmarks/results_provenance.py
 
-A run's `config.json` has its settings, data and environment, but no revision. The table has the commit
-that added the run, and its code is not newer than that.
+A run's `config.json` has its settings, data, environment and revision; that of older runs has no
+revision. The table has the commit that added the run, and its code is not newer than that.
 """
 
 import json
@@ -15,9 +15,9 @@ RESULTS = Path(__file__).parents[1] / "results"
 HEAD = ("folder", "runs", "machine", "precision", "torch", "torch-locoprop", "added by")
 OPENING = """# Provenance of the runs
 
-This repeats a run: `locoprop train --config results/FOLDER/RUN/config.json`. Runs do not record the
-revision of the code. The last column has the commit that added them; their code is not newer. Written
-by `python benchmarks/results_provenance.py`.
+This repeats a run: `locoprop train --config results/FOLDER/RUN/config.json`. The runs so far have not
+recorded the revision of their code, as new ones do. The last column has the commit that added them;
+their code is not newer. Written by `python benchmarks/results_provenance.py`.
 """
 
 

@@ -1,6 +1,8 @@
 """Measurements of the machine on a CPU and on a GPU."""
 
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +34,32 @@ def test_the_precision_is_set_and_set_back() -> None:
         with machine.matmul_precision("fp32"):
             assert torch.backends.cuda.matmul.fp32_precision == "ieee"
     assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+def test_the_revision_is_that_of_the_packages_own_repository(tmp_path: Path) -> None:
+    package = tmp_path / "src/package"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+
+    def git(*words: str) -> str:
+        own = ["-c", "user.name=a", "-c", "user.email=a@b", *words]
+        done = subprocess.run(
+            ["git", *own], cwd=tmp_path, check=True, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    def revision() -> str:
+        machine.revision.cache_clear()
+        return machine.revision(package)
+
+    assert revision() == "unknown", "no repository"
+    git("init", "-q")
+    (tmp_path / "other.py").write_text("")
+    git("add", "other.py")
+    git("commit", "-qm", "one")
+    assert revision() == "unknown", "the repository of another project"
+    git("add", ".")
+    git("commit", "-qm", "two")
+    assert revision() == git("rev-parse", "--short", "HEAD")
+    (package / "__init__.py").write_text("changed")
+    assert revision() == git("rev-parse", "--short", "HEAD") + "-dirty"

@@ -1,12 +1,14 @@
-"""The machine of a run: its description, peak memory, precision of products, random numbers."""
+"""The machine of a run: its description and code, peak memory, precision, random numbers."""
 
 from __future__ import annotations
 
 import gc
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,27 @@ def environment(device: str) -> dict[str, Any]:
         "machine": torch.cuda.get_device_name() if gpu else platform.machine(),
         "threads": torch.get_num_threads(),
     }
+
+
+@cache
+def revision(package: Path = Path(__file__).parents[1]) -> str:
+    """Return the revision of the code in git, which ends in ``-dirty`` if files have changed since.
+
+    Args:
+        package: the folder of the package.
+
+    Returns:
+        The revision; ``unknown`` if git is missing or does not track the package, as in a virtual
+        environment inside another repository.
+    """
+    tracked = ["git", "ls-files", "--error-unmatch", "__init__.py"]
+    described = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        for command in (tracked, described):
+            found = subprocess.run(command, capture_output=True, text=True, cwd=package, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip()
 
 
 def forget_peak(device: torch.device) -> None:

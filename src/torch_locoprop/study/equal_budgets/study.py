@@ -34,6 +34,7 @@ from torch_locoprop.study.figures.catalog import Scale
 from torch_locoprop.study.figures.images import Images
 from torch_locoprop.study.figures.protocol import PROTOCOL
 from torch_locoprop.study.figures.quick import QUICK
+from torch_locoprop.study.machine import revision
 from torch_locoprop.study.methods import in_equal_budgets
 from torch_locoprop.study.training.description import RunError, read_description
 
@@ -117,7 +118,7 @@ class How:
     jobs: int = 1
     together: int = 1
     deadline: float = math.inf
-    revision: str = field(default_factory=workers.revision)
+    revision: str = field(default_factory=revision)
 
 
 class Study:

@@ -13,14 +13,12 @@ import math
 import multiprocessing
 import shutil
 import signal
-import subprocess
 import time
 import traceback
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -352,14 +350,3 @@ def _in_child(job: Job, work: Work) -> None:
     except Exception:  # the other jobs go on
         print(f"{job[0]['method']}: failed\n{traceback.format_exc()}", flush=True)
         raise SystemExit(1) from None
-
-
-@cache
-def revision() -> str:
-    """Return the revision of the code in git, or ``unknown`` for an installed package."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    try:
-        found = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent)
-    except OSError:
-        return "unknown"
-    return found.stdout.strip() or "unknown"

@@ -1,6 +1,6 @@
 """The folder of a run and its files.
 
-    config.json      the configuration, the data and the environment; written once, at the start
+    config.json      the configuration, data, environment and revision; written once, at the start
     metrics.jsonl    one line per epoch; epoch 0 is the untrained model
     checkpoint.pt    model, optimizer and all metrics; a resumed run starts from it
 
@@ -138,7 +138,7 @@ class RunFolder:
             )
 
     def description(self) -> dict[str, Any]:
-        """Return the content of `config.json`: `config`, `data` and `environment`.
+        """Return the content of `config.json`: `config`, `data`, `environment` and `revision`.
 
         Raises:
             RunError: If the file is not the description of a run.

@@ -41,6 +41,7 @@ from torch_locoprop.study.machine import (
     own_randomness,
     random_states,
     restore_random_states,
+    revision,
 )
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
@@ -322,6 +323,7 @@ def _description(config: RunConfig, data: Dataset, processes: Processes) -> dict
         "config": config.to_dict(),
         "data": data.metadata,
         "environment": {**environment(config.device), **several},
+        "revision": revision(),
     }
 
 
