@@ -209,6 +209,7 @@ def spectral_move(
     even = direction / np.array([_or_one(root) for root in np.sqrt(state["rows"])])[:, None]
     even = even * np.linalg.norm(direction) / _or_one(np.linalg.norm(even))
     length = (_agreed(gradients, mu) * _grown(gradients, mu, state)) ** power
+    length *= float(G.any())  # without a gradient the layer stays
     state["moved"] = -lr * 0.2 * max(G.shape) ** 0.5 * even * length
     return state["moved"]
 

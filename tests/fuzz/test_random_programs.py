@@ -23,6 +23,12 @@ def test_random_programs(part: int) -> None:
         assert told is None, f"seed {seed}: {told}\n{program(seed)}"
 
 
+@pytest.mark.parametrize("seed", [2119018147, 2119020830])
+def test_programs_in_which_a_layer_loses_its_gradient(seed: int) -> None:
+    """All outputs of a ReLU are zero in the last step; before it the layer has moved."""
+    assert compare.difference(program(seed)) is None
+
+
 def test_the_programs_have_everything_in_them() -> None:
     """Every kind of layer, operation and method is in many programs."""
     seen: Counter[str] = Counter()
