@@ -164,6 +164,10 @@ def test_training_goes_on_from_a_flattened_state(name: str, solver: str, used: b
     assert all(map(torch.equal, weights(model), weights(other)))
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.9."),
+    reason="PyTorch 2.9 raises KeyError for such a parameter, with AdamW too",
+)
 def test_a_parameter_without_a_state_has_none_after_a_flattened_one() -> None:
     model, opt = made("of all parameters", "rmsprop", seed=0)
     other, loaded = made("of all parameters", "rmsprop", seed=0)
