@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -317,6 +318,45 @@ def test_a_rise_closes_the_gate_in_single_precision(variant: str) -> None:
     opt.step()
     assert [int(layer.counts["gated"]) for layer in opt._layers] == [1, 1, 1]
     assert_close(weights(model), expected, 1e-5)
+
+
+# The loss of each step, as a multiple: uphill along the momentum in the third and fifth.
+FACTORS = (1.0, 1.0, -0.1, 1.0, -0.1, 1.0)
+
+
+@pytest.mark.parametrize("recorded", [0, 3, 7])
+def test_the_gate_looks_at_no_rows_where_some_are_not_known(recorded: int) -> None:
+    """Without all rows the gate knows the slope alone, however many rows happen to be recorded.
+
+    The steps are long: with the curvature of the recorded rows alone some of them would be refused.
+    """
+    lr, gamma, mu = 5.0, 0.1, 0.9
+    model, twin = network()[:1], network()[:1]  # one layer
+    x = 3 * batch(8, 6, seed=3)
+    options = {"solver": "momentum", "momentum": mu, "variant": "locoprop-s", "lr": lr}
+    opt = LocoProp(model, gamma=gamma, gate=True, **options)
+    momenta = [torch.zeros_like(p) for p in twin.parameters()]
+    closed = []
+    for factor in FACTORS:
+        losses = [torch.func.vmap(model)(x[recorded:]).square().sum()]
+        losses += [model(x[:recorded]).square().sum()] if recorded else []
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The forward of")
+            (factor * 0.01 * sum(losses)).backward()
+            opt.step()
+        opt.zero_grad()
+        loss = factor * 0.01 * twin(x).square().sum()
+        given = [gamma * g for g in torch.autograd.grad(loss, list(twin.parameters()))]
+        new = [mu * m + g for m, g in zip(momenta, given, strict=True)]
+        closed.append(sum(float((g * m).sum()) for g, m in zip(given, new, strict=True)) < 0)
+        momenta = [torch.zeros_like(m) for m in new] if closed[-1] else new
+        with torch.no_grad():
+            for p, m in zip(twin.parameters(), given if closed[-1] else new, strict=True):
+                p.sub_(lr * m)
+        assert_close(weights(model), weights(twin))
+        assert_close([opt.state[p]["momentum"] for p in model.parameters()], momenta)
+    assert True in closed[2:]
+    assert False in closed[1:]
 
 
 # Every, layers, control -------------------------------------------------------------------------

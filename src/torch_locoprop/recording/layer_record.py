@@ -284,6 +284,11 @@ class LayerRecord(LocalLayer):
         rows = self.row_count > 0
         return rows and not self.obstacle
 
+    @property
+    def all_have_rows(self) -> bool:
+        """True if this process and all others that share the problem have rows of it."""
+        return self.has_rows if self.shared_facts is None else self.shared_facts.all_have_rows
+
     def findings(self) -> list[Finding]:
         """Return what the autograd graph shows behind each recorded call."""
         return [transfer_detection.resolve(call.mark, self.last_width) for call in self.calls]

@@ -139,6 +139,8 @@ def _inputs(
     Raises:
         RuntimeError: if the step needs rows that were not kept, because settings have changed.
     """
+    if not layer.all_have_rows:  # those that were recorded must not count for all
+        return Inputs(layer.collected([]), 1.0, layer.kind.linear_map)
     x = layer.inputs()
     if isinstance(x, Gram) and not x.serves(use, layer.like):
         raise changed(layer, "its inputs, of which only a summary was kept")

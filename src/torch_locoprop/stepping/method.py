@@ -141,8 +141,7 @@ class Plan:
     def method_now(self, layer: LayerRecord) -> Method:
         """Return how the layer's problem is solved in this step, with the rows that were recorded."""
         method = self.of(layer).method
-        rows = layer.has_rows if layer.shared_facts is None else layer.shared_facts.all_have_rows
-        return method if rows else method.as_backprop()
+        return method if layer.all_have_rows else method.as_backprop()
 
     def use_of_rows(
         self,

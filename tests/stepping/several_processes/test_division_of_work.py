@@ -433,14 +433,13 @@ def test_products_of_rows_have_the_structure_that_the_step_needs(
     assert asked == [FULL if structure is None else structure]
 
 
-@pytest.mark.parametrize(("all_have_rows", "use"), [(False, FEW), (True, RowUse())])
-def test_no_rows_are_exchanged_where_none_are_used(all_have_rows: bool, use: RowUse) -> None:
+def test_no_rows_are_exchanged_where_none_are_used() -> None:
     shards: Any = SimpleNamespace(divides_features=False, same_inputs=False)
     like = torch.zeros(1, 100)
     kind: Any = SimpleNamespace(matrix=lambda name, tensor: tensor, linear_map=Dense())
-    known = SharedShardFacts(((1, 1), (1, 1)), all_have_rows, False, (0, 0))
+    known = SharedShardFacts(((1, 1), (1, 1)), True, False, (0, 0))
     layer: Any = SimpleNamespace(
-        kind=kind, like=like, shared_facts=known, calls=[], row_use=lambda moved: use
+        kind=kind, like=like, shared_facts=known, calls=[], row_use=lambda moved: RowUse()
     )
     method: Any = SimpleNamespace(solver=Exact(), local_steps=1)
     part, x = Part(shards, kind, True, False, frozenset()), torch.ones(1, 100)

@@ -223,3 +223,46 @@ def test_the_states_of_parts_are_written_in_place() -> None:
         assert not any(map(torch.equal, numbers, after))
 
     threads.run(trained, 2)
+
+
+def test_the_gate_knows_the_slope_alone_if_a_process_has_no_rows() -> None:
+    """All layers take BackProp steps then, so the rows of the others must not count for all.
+
+    The steps are long: with the curvature of the recorded rows some of them would be refused.
+    """
+    factors, lr, gamma, mu = (1.0, 1.0, -0.1, 1.0, -0.1, 1.0), 5.0, 0.1, 0.9
+    models, twin = [network("smooth")[:1] for _ in range(2)], network("smooth")[:1]
+    x = 3 * torch.rand(8, 6, generator=torch.Generator().manual_seed(3)).double()
+    options = {**S, "solver": "momentum", "momentum": mu, "lr": lr, "gamma": gamma, "gate": True}
+
+    def stepped(rank: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+        model, found = models[rank], []
+        fully_shard(model)
+        opt = make_optimizer(Case(options), model)
+        own = x[: 0 if rank else 8]
+        for factor in factors:
+            (2 * factor * 0.01 * model(own).square().sum()).backward()
+            opt.step()
+            opt.zero_grad()
+            momenta = [full(opt.state[p]["momentum"]).clone() for p in model.parameters()]
+            found.append((whole_tensors(model), momenta))
+        return found
+
+    of_threads = threads.run(stepped, 2)
+    momenta, closed = [torch.zeros_like(p) for p in twin.parameters()], []
+    for step, factor in enumerate(factors):
+        loss = factor * 0.01 * twin(x).square().sum()
+        given = [gamma * g for g in torch.autograd.grad(loss, list(twin.parameters()))]
+        new = [mu * m + g for m, g in zip(momenta, given, strict=True)]
+        closed.append(sum(float((g * m).sum()) for g, m in zip(given, new, strict=True)) < 0)
+        momenta = [torch.zeros_like(m) for m in new] if closed[-1] else new
+        with torch.no_grad():
+            for p, m in zip(twin.parameters(), given if closed[-1] else new, strict=True):
+                p.sub_(lr * m)
+        own = [*twin.parameters(), *momenta]
+        for found in of_threads:
+            of_step = [*found[step][0], *found[step][1]]
+            for several, one in zip(of_step, own, strict=True):
+                torch.testing.assert_close(several, one.detach(), rtol=0, atol=1e-10)
+    assert True in closed
+    assert False in closed[1:]

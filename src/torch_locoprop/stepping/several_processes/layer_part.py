@@ -150,7 +150,7 @@ class Part:
         mean = group["local_reduction"] == "mean"
         facts, use, linear_map = layer.shared_facts, layer.row_use(moved), self.kind.linear_map
         assert isinstance(facts, SharedShardFacts)
-        if not facts.all_have_rows or (use is not None and not use.is_any):
+        if use is not None and not use.is_any:
             return Inputs(x, 1.0, linear_map)  # no solver uses these inputs
         calls = layer.calls
         if self.shards.divides_features:
