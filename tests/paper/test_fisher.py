@@ -245,3 +245,11 @@ def test_where_one_factorization_fails_all_are_those_of_float64() -> None:
         found = cholesky(torch.stack([other, matrix]))
         assert torch.equal(found[1], exact)
         assert not found[0].isfinite().all()
+
+
+def test_the_mean_of_more_rows_than_the_largest_float16() -> None:
+    rows = torch.randn(70_000, 3, generator=torch.Generator().manual_seed(0)).half()
+    found = second_moment(rows)
+    assert found.dtype == torch.float16
+    expected = rows.double().mT @ rows.double() / 70_000
+    torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)

@@ -61,6 +61,55 @@ def test_parameters_of_any_precision(case: dict[str, Any], dtype: torch.dtype) -
             torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
 
 
+LARGE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "general": lambda m: LocoProp(m),
+    "spectral": lambda m: LocoProp(m, preset="spectral"),
+    "blocks": lambda m: LocoProp(m, gram="block", block_size=4),
+    "diagonal": lambda m: LocoProp(m, gram="diagonal"),
+    "iterations": lambda m: LocoProp(
+        m, variant="locoprop-s", solver="sgd", lr=2e-6, gamma=1e3, local_steps=5
+    ),
+    "exact": lambda m: LocoProp(m, variant="locoprop-s", solver="exact", lr=1e-4, gamma=100.0),
+}
+
+
+@pytest.mark.parametrize("images", [False, True])
+@pytest.mark.parametrize("name", LARGE)
+def test_more_rows_than_the_largest_float16(name: str, images: bool) -> None:
+    """Sums over 65,504 rows and more overflow float16; XᵀX is computed in float32 for it."""
+    x = torch.randn(70_000, 6, generator=torch.Generator().manual_seed(0)).half()
+    moved = []
+    for dtype in (torch.float16, torch.float64):
+        model: nn.Module = network(sizes=(6, 5, 3)).half().to(dtype)
+        given = x.to(dtype)
+        if images:
+            torch.manual_seed(0)
+            model = nn.Sequential(nn.Conv1d(6, 5, 1), nn.Tanh(), nn.Conv1d(5, 3, 1))
+            model, given = model.half().to(dtype), given.view(70, 1000, 6).mT
+        opt, before = LARGE[name](model), weights(model)
+        for _ in range(2):
+            (100 * model(given).square().mean()).backward()
+            opt.step()
+            opt.zero_grad()
+        moved.append([a.double() - b.double() for a, b in zip(weights(model), before, strict=True)])
+    for half, double in zip(*moved, strict=True):
+        assert (half - double).norm() < 0.05 * double.norm()
+
+
+def test_the_gate_judges_more_rows_than_the_largest_float16() -> None:
+    model = network(sizes=(6, 3)).half()
+    x = torch.randn(70_000, 6, generator=torch.Generator().manual_seed(0)).half()
+    options = {"variant": "locoprop-s", "solver": "sgd", "gamma": 1.0, "local_steps": 5}
+    counts = []
+    for lr in (2e-6, 1e-3):  # far below and far above 2 over the largest eigenvalue
+        opt = LocoProp(model, lr=lr, gate=True, **options)
+        (100 * model(x).square().mean()).backward()
+        opt.step()
+        opt.zero_grad()
+        counts.append(int(opt._layers[0].counts["gated"]))
+    assert counts == [0, 1]
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_model_may_change_its_dtype_between_steps(case: dict[str, Any]) -> None:
     model = network()

@@ -359,6 +359,21 @@ def test_the_gate_looks_at_no_rows_where_some_are_not_known(recorded: int) -> No
     assert False in closed[1:]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_gate_of_a_convolution_whose_inputs_are_lost(groups: int) -> None:
+    """Its inputs are overwritten before the step, so the layer takes a BackProp step."""
+    model = nn.Sequential(nn.Conv1d(4, 6, 3, groups=groups)).double()
+    opt = loco(model, variant="locoprop-m", gate=True)
+    x, before = batch(5, 4, 7), weights(model)
+    model(x).square().sum().backward()
+    gradients = [p.grad.clone() for p in model.parameters()]
+    x.zero_()
+    with pytest.warns(UserWarning, match="written to"):
+        opt.step()
+    moved = [b - a for a, b in zip(before, weights(model), strict=True)]
+    assert_close(moved, [-0.2 * g for g in gradients])
+
+
 # Every, layers, control -------------------------------------------------------------------------
 
 

@@ -60,10 +60,10 @@ class ConvMap:
     holds_rows: ClassVar[bool] = False
 
     def forward(self, x: tuple[Images, ...], weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if (
-            self.d == 0
-        ):  # a process may have none of the outputs, and PyTorch has no such convolution
-            return weight.new_empty(sum(images.rows for images in x), 0)
+        # A process may have none of the outputs, and PyTorch has no such convolution.
+        if self.d == 0 or not x:
+            rows = sum(images.rows for images in x)
+            return weight.new_empty(*weight.shape[:-2], rows, weight.shape[-2])
         flat = None if bias is None else bias.reshape(-1)
         return _joined([self.rows(self._convolved(each, self.kernel(weight), flat)) for each in x])
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
+from torch_locoprop.paper.gram import gram_dtype
 from torch_locoprop.paper.tensors import at_least_float32, holds
 from torch_locoprop.paper.transfers import Transfer
 
@@ -65,7 +66,8 @@ def second_moment(rows: Tensor) -> Tensor:
 
     Shapes: ``[..., rows, d] -> [..., d, d]``.
     """
-    return rows.mT @ rows / rows.shape[-2]
+    wide = rows.to(gram_dtype(rows))
+    return (wide.mT @ wide / rows.shape[-2]).to(rows.dtype)
 
 
 def running_average(old: Tensor | None, new: Tensor, decay: float) -> Tensor:

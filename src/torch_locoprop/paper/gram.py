@@ -11,7 +11,7 @@ computed in ``fast/dispatch.py``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from threading import RLock
@@ -79,7 +79,15 @@ class RowUse(NamedTuple):
 
     def dtype(self, like: Tensor) -> torch.dtype:
         """Return the dtype in which ``XᵀX`` is needed for a weight ``like``."""
-        return torch.float64 if self.precise else like.dtype
+        return torch.float64 if self.precise else gram_dtype(like)
+
+
+def gram_dtype(like: Tensor) -> torch.dtype:
+    """Return the dtype of ``XᵀX`` for a weight ``like``: its own, or float32 in place of float16.
+
+    The largest number of float16 is 65,504, which sums over so many rows exceed.
+    """
+    return torch.float32 if like.dtype == torch.float16 else like.dtype
 
 
 class GramOf(Protocol):
@@ -190,6 +198,9 @@ class Gram:
 
         The bias has terms of its own, so that the large product keeps the shape of the weight.
         """
+        return in_dtype_of(self.square, moved, self._gradient)
+
+    def _gradient(self, moved: Tensors) -> Tensors:
         weight, bias = moved.get("weight"), moved.get("bias")
         if weight is None:
             return {} if bias is None else {"bias": bias * self.rows}
@@ -202,6 +213,16 @@ class Gram:
             "weight": _add_product(outer, weight, self.square),
             "bias": of_weight + bias * self.rows,
         }
+
+
+def in_dtype_of(
+    products: Tensor, moved: Tensors, gradient: Callable[[Tensors], Tensors]
+) -> Tensors:
+    """Return gradients that are computed in the dtype of the products, rounded to that of ``moved``."""
+    if all(tensor.dtype == products.dtype for tensor in moved.values()):
+        return gradient(moved)
+    found = gradient({name: tensor.to(products.dtype) for name, tensor in moved.items()})
+    return {name: tensor.to(moved[name].dtype) for name, tensor in found.items()}
 
 
 def saves_work(rows: int, d: int, n: int, gradients: int) -> bool:

@@ -22,7 +22,14 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.gram import Gram, GramOf, RowProducts, Structure, saves_work
+from torch_locoprop.paper.gram import (
+    Gram,
+    GramOf,
+    RowProducts,
+    Structure,
+    gram_dtype,
+    saves_work,
+)
 from torch_locoprop.paper.linear_map import LinearMap
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.regularizers import Metric, Regularizer
@@ -194,12 +201,12 @@ class LocalProblem:
         if self.others is not None:
             return self._gram_of_all_processes(d, local_steps - 1)
         if isinstance(self.x, Gram):
-            return self.x.to(self._like.dtype)
+            return self.x.to(gram_dtype(self._like))
         if not self.linear_map.holds_rows:
             return None
         rows, n = self.x.shape[-2:]
         cheaper = saves_work(rows, d, n, local_steps - 1)
-        return self.gram_of(self.x, self.row_weights) if cheaper else None
+        return self.gram_of(self._wide(self.x), self.row_weights) if cheaper else None
 
     def square(self, dtype: torch.dtype) -> Tensor:
         """Return ``[X 1]ᵀ[X 1]`` for the trained columns, summed over all rows with their weights."""
@@ -338,23 +345,29 @@ class LocalProblem:
         assert self.others is not None
         own = self.x
         if isinstance(own, Gram):
-            own = own.to(self._like.dtype)
+            own = own.to(gram_dtype(self._like))
         else:
             has_rows = self.linear_map.holds_rows
             cheaper = has_rows and saves_work(self.others.rows, d, own.shape[-1], gradients)
             if not cheaper and not self.others.some_have_gram:
                 return None
             if self.row_weights is None:
-                first, *rest = map(self.gram_of, self.linear_map.row_blocks(own))
+                blocks = map(self._wide, self.linear_map.row_blocks(own))
+                first, *rest = map(self.gram_of, blocks)
                 own = sum(rest, first)
             else:
-                own = self.gram_of(self.linear_map.inputs(own, True, False), self.row_weights)
+                inputs = self._wide(self.linear_map.inputs(own, True, False))
+                own = self.gram_of(inputs, self.row_weights)
         weight = self.row_weight if isinstance(self.row_weight, float) else 1.0
         # Filled on the device: a CUDA graph cannot copy a number from the host.
         rows = (own.square.new_ones(()) * own.rows).to(own.square)
         weighted = own.times(weight, rows * weight)
         self.others.add_up(weighted.tensors)
         return weighted
+
+    def _wide(self, rows: Tensor) -> Tensor:
+        """Return rows in the dtype of their products with themselves."""
+        return rows.to(gram_dtype(self._like))
 
     def _weight_grad(self, delta: Tensor) -> Tensors:
         gradient = self.linear_map.weight_grad(self.x, delta)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torch_locoprop.paper.gram import Gram
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.tensors import Tensors, at_least_float32
 
 _AT_ONCE = 2**18  # number of entries that are converted to float64 at a time
 
@@ -28,11 +28,12 @@ def objective(problem: LocalProblem, at: Tensors) -> Tensor:
         at: the tensors W̃.
     """
     moved = problem.displacement(at)
-    linear = torch.stack([(problem.first_gradient[k] * moved[k]).sum() for k in moved]).sum()
+    wide = {name: at_least_float32(t) for name, t in moved.items()}
+    linear = torch.stack([(problem.first_gradient[k] * wide[k]).sum() for k in wide]).sum()
     penalty = problem.regularizer.value(moved, problem.eta, problem.metric)
     if isinstance(problem.x, Gram):
-        bent = problem.x.to(linear.dtype).gradient(moved)
-        half = 0.5 * torch.stack([(bent[k] * moved[k]).sum() for k in moved]).sum()
+        bent = problem.x.to(linear.dtype).gradient(wide)
+        half = 0.5 * torch.stack([(bent[k] * wide[k]).sum() for k in wide]).sum()
         quadratic = problem.of_all_processes(problem.row_weight * half)
         return problem.of_all_outputs(linear + quadratic + penalty)
     change = problem.row_change(moved)

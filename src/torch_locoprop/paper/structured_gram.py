@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.fisher import cholesky, cholesky_solve, relative_damping
-from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products
+from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products, in_dtype_of
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse
 from torch_locoprop.paper.tensors import (
@@ -241,6 +241,9 @@ class ReducedGram(Gram):
 
     def gradient(self, moved: Tensors) -> Tensors:
         """Return ``Δ C`` for the displacements of the trained tensors."""
+        return in_dtype_of(self.square, moved, self._gradient)
+
+    def _gradient(self, moved: Tensors) -> Tensors:
         joint = join(moved)
         curvature = StructuredGram.beside(joint, self.square, may_be_padded=True)
         with full_products(joint):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch_locoprop.paper.gram import FULL, Gram
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.targets import GradientDescent, MirrorDescent
-from torch_locoprop.paper.tensors import Tensors, has_values, join
+from torch_locoprop.paper.tensors import Tensors, at_least_float32, has_values, join
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers import Solver
 
@@ -151,7 +151,7 @@ def _size_through_gram(gram: Gram, tensors: Tensors) -> Tensor | None:
     """Return the root mean square of ``X Wᵀ + b``; None if not all products of the rows were kept."""
     if not gram.is_known or gram.structure != FULL:
         return None
-    joined = join(tensors)
+    joined = at_least_float32(join(tensors))
     joint = gram.to(joined.dtype).joint("weight" in tensors, "bias" in tensors)
     square = ((joined @ joint) * joined).sum() / (gram.rows * joined.shape[-2])
     return square.clamp_min(0).sqrt()
