@@ -2,7 +2,8 @@
 
 A loss module given as ``loss_fn=`` is watched: a hook counts the terms of each call from its labels, as
 PyTorch counts them for ``reduction="mean"``, and a backward pass makes the call count. What the
-autograd graph of a loss tells is in ``loss_graph.py``.
+autograd graph of a loss tells is in ``loss_graph.py``, and what a loss is called with in
+``loss_inputs.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.recording import backward_pass, function_transforms
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.loss_graph import LossFacts
+from torch_locoprop.recording.loss_inputs import LossInputs
 from torch_locoprop.recording.weak_hook import hook_for, remove_inert
 
 _ARGUMENTS = ("input", "target")
@@ -32,12 +34,19 @@ class LossTerms:
     Args:
         loss: one of PyTorch's losses with a ``reduction``; None watches nothing.
         by_row: the loss has one term for each row; otherwise one for each element.
+        inputs: the layers whose outputs the loss is called with.
     """
 
     wanted = True  # a step may ask for the terms; on a GPU, counting labels is a host sync
 
-    def __init__(self, loss: nn.Module | None = None, by_row: bool = False) -> None:
+    def __init__(
+        self,
+        loss: nn.Module | None = None,
+        by_row: bool = False,
+        inputs: LossInputs | None = None,
+    ) -> None:
         self._by_row = by_row
+        self.inputs = inputs or LossInputs()
         self._of_pass: dict[int, list[float | None]] = {}
         if loss is not None:
             remove_inert(loss)
@@ -89,15 +98,16 @@ class LossTerms:
 
 
 def watched(loss: object, facts: LossFacts | None) -> LossTerms:
-    """Return an object that counts the terms of a known loss module that sums; else one that is idle.
+    """Return an object that watches a loss, and counts its terms if it is a known module that sums.
 
     Args:
         loss: what the user gave as ``loss_fn=``.
         facts: what is known of it by its name.
     """
+    inputs = LossInputs(loss, of_classes=isinstance(loss, nn.CrossEntropyLoss))
     if isinstance(loss, nn.Module) and facts is not None and facts.sums:
-        return LossTerms(loss, bool(facts.by_row))
-    return LossTerms()
+        return LossTerms(loss, bool(facts.by_row), inputs)
+    return LossTerms(inputs=inputs)
 
 
 def _counter(owner: LossTerms, terms: float | None) -> Callable[[tuple[Tensor, ...]], None]:

@@ -18,6 +18,7 @@ from torch_locoprop.paper.transfers import NON_MONOTONE, Transfer
 from torch_locoprop.recording import transfer_detection
 from torch_locoprop.recording.call import Call, CompiledGraph
 from torch_locoprop.recording.layer_record import LayerRecord
+from torch_locoprop.recording.loss_inputs import LossInputs
 from torch_locoprop.recording.loss_inspection import GivenLoss
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ IN_PIECES = "compiled in pieces: labels are drawn by hooks, which break the grap
 DIVIDED = "its inputs are divided among processes: it takes BackProp steps"
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NONE_IN_LOSS = "no known transfer is inside loss_fn="
+CHANGED = "loss_fn= is not called with its output as it is: its transfer is not known"
 NESTED = "its inputs are nested tensors: it takes BackProp steps"
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 NOT_REACHED = "no backward pass goes through its output: it takes BackProp steps"
@@ -36,7 +38,7 @@ USED_ELSEWHERE = "its weight or bias is used outside of its forward too: it take
 
 
 def decide_all(
-    layers: Sequence[LayerRecord], hooks: ModelHooks, loss: GivenLoss
+    layers: Sequence[LayerRecord], hooks: ModelHooks, loss: GivenLoss, inputs: LossInputs
 ) -> list[LayerRecord]:
     """Assign a transfer to every layer that has recorded calls and was not decided before.
 
@@ -44,6 +46,7 @@ def decide_all(
         layers: all layers with a local problem.
         hooks: the hooks that recorded the calls.
         loss: what the user has told about the loss.
+        inputs: the layers whose outputs the loss was called with.
 
     Returns:
         The layers that were not decided before.
@@ -51,7 +54,11 @@ def decide_all(
     undecided = [layer for layer in layers if layer.calls and not layer.decided]
     in_parts = bool(undecided) and compiled_in_parts(layers, hooks.compiled_graphs)
     for layer in undecided:
-        assign_transfer(layer, loss.output_transfer, loss.transfer, in_parts, hooks.search.leaves)
+        lacks = loss.transfer is not None and inputs.lack(layer)
+        of_loss = None if lacks else loss.transfer
+        assign_transfer(layer, loss.output_transfer, of_loss, in_parts, hooks.search.leaves)
+        if layer.note == INSIDE_LOSS and lacks:
+            layer.note = CHANGED
         if layer.note == INSIDE_LOSS and loss.was_unseen:
             layer.note = NONE_IN_LOSS
     return undecided

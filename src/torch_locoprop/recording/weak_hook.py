@@ -31,7 +31,8 @@ _hooks: weakref.WeakValueDictionary[str, WeakHook] = weakref.WeakValueDictionary
 class WeakHook:
     """A hook on a module or parameter that calls a method of its owner.
 
-    The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms`.
+    The owner is a :class:`~.hooks.ModelHooks` or, on a loss, a :class:`~.loss_terms.LossTerms` or a
+    :class:`~.loss_inputs.LossInputs`.
 
     The hook holds its owner weakly. ``copy.deepcopy(model)`` makes a model without the hook. A model
     that was saved whole has the ``__exit__`` of a ``contextlib.nullcontext`` in its place. That returns

@@ -202,10 +202,11 @@ class LayerOptimizer(WithStateDict, Joins):
         told = contradiction(self._layers, self._loss)
         if told:
             self._notices.once("loss", told)
-        for layer in decide_all(self._layers, self._hooks, self._loss):
+        for layer in decide_all(self._layers, self._hooks, self._loss, self._terms.inputs):
             layer.condense()  # later steps and resumed runs reduce rows in the pass
             if not self._plan.of(layer).needs_output:
                 layer.drop_outputs()
+        self._terms.inputs.clear()
 
     def _warn_of_added(self) -> None:
         """Warn of modules with gradients that the model did not have when the optimizer was made."""

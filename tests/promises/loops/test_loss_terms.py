@@ -358,7 +358,7 @@ def test_the_optimizer_leaves_nothing_on_the_loss() -> None:
     loss, model = nn.CrossEntropyLoss(reduction="sum"), Cosine()
     own = {"lr": 1e-3, "gamma": 1.0, "fallback": torch.optim.SGD}
     opt = LocoProp(model, local_reduction="mean", loss_fn=loss, **own)
-    assert len(loss._forward_hooks) == 1
+    assert len(loss._forward_hooks) == 2  # of the terms, and of the inputs
     assert not copy.deepcopy(loss)._forward_hooks
     loaded = pickle.loads(pickle.dumps((loss, model, opt)))
     for own_loss, own_model, own in ((loss, model, opt), loaded, copy.deepcopy((loss, model, opt))):
