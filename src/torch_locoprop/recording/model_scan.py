@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -16,6 +17,7 @@ from torch_locoprop.distributed.placements import managed_parameters, shards_of
 from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.linear import UNCALLED
 from torch_locoprop.paper.names import unknown
+from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.recording.layer_record import LayerRecord
 
 NEW = "was added after the optimizer was made: make a new optimizer"
@@ -49,11 +51,11 @@ def scan(
     Raises:
         ValueError: if a parameter is not initialized.
     """
-    owners: dict[nn.Parameter, list[str]] = {}
+    owners: dict[object, list[str]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
             _check_initialized(name, parameter)
-            owners.setdefault(parameter, []).append(name or "(model)")
+            owners.setdefault(_memory(parameter), []).append(name or "(model)")
     managed = managed_parameters(model)
     served: list[LayerRecord] = []
     unserved: list[Unserved] = []
@@ -164,9 +166,22 @@ def _no_kind(module: nn.Module) -> str:
     return "no local problem for this kind of module"
 
 
-def _tied(module: nn.Module, owners: dict[nn.Parameter, list[str]]) -> str | None:
+def _memory(parameter: nn.Parameter) -> object:
+    """Return a key that is equal for tied parameters: one parameter, or several in the same memory.
+
+    Parameters are in the same memory after ``decoder.weight.data = encoder.weight.data.t()``.
+    """
+    plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+    if not plain or parameter.numel() == 0 or not has_values(parameter):
+        return parameter
+    place = parameter.data_ptr()
+    return (parameter.device, place) if place else parameter
+
+
+def _tied(module: nn.Module, owners: dict[object, list[str]]) -> str | None:
     """Return why a module has no local problem if it shares a parameter; None if it shares none."""
     for parameter in module.parameters(recurse=False):
-        if len(owners[parameter]) > 1:
-            return f"tied: a parameter is shared by {', '.join(map(repr, owners[parameter]))}"
+        names = owners[_memory(parameter)]
+        if len(names) > 1:
+            return f"tied: a parameter is shared by {', '.join(map(repr, names))}"
     return None
