@@ -62,14 +62,21 @@ class Call(NamedTuple):
     kept: Tensor | None = None  # indices of the samples that were kept, if not all
     gram: Gram | None = None  # XᵀX in place of x, if the step needs no more
     version: int | None = None  # version of x in the forward pass, if other code may write to x
+    samples: Tensor | None = None  # some samples of an input that is no activation, by a copy
     a: Tensor | None = None  # the output, if it was kept
     a_version: int = 0  # version of the output in the forward pass
 
     @property
     def is_overwritten(self) -> bool:
-        """True if the input was written to after the forward pass."""
-        known = self.version is not None and self.x.numel() > 0
-        return known and self.x._version != self.version
+        """True if the input was written to after the forward pass.
+
+        NumPy and ``.data`` leave the version of a tensor as it is. The samples show what they write.
+        """
+        if self.version is None or self.x.numel() == 0:
+            return False
+        if self.x._version != self.version:
+            return True
+        return self.samples is not None and not same_bits(self.samples, some_samples(self.x))
 
     @property
     def output(self) -> Tensor | None:
@@ -151,6 +158,16 @@ class PendingCall:
         """Drop the tensors of a call that was recorded; the autograd graph may live on."""
         if self.recorded:
             self.call = self.sampled = None
+
+
+def some_samples(x: Tensor) -> Tensor:
+    """Return a copy of the first, the middle and the last sample of an input on the host."""
+    return x[[0, len(x) // 2, -1]]
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return True if two contiguous tensors of one shape are equal, also where they are NaN."""
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _sum(one: Tensor | None, other: Tensor | None) -> Tensor | None:

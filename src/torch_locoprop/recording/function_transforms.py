@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 from torch._C import _functorch
+from torch.autograd import forward_ad
 
 # PyTorch's own function, because hooks call it for every layer.
 innermost: Callable[[], object | None] = _functorch.peek_interpreter_stack
@@ -21,6 +22,16 @@ def reaches_ordinary_autograd(tensor: Tensor) -> bool:
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor.requires_grad
+
+
+def has_tangent(tensor: object) -> bool:
+    """Return True for a dual tensor of ``torch.autograd.forward_ad``.
+
+    Its tangent is computed by a product with the weight too, whose rows are not recorded.
+    """
+    if forward_ad._current_level < 0 or not isinstance(tensor, Tensor):
+        return False
+    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 # ``torch.autograd.grad(..., is_grads_batched=True)``, as ``jacobian(vectorize=True)`` uses it.

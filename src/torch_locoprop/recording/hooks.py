@@ -26,7 +26,13 @@ from torch_locoprop.layers import layer_kind
 from torch_locoprop.layers.base import call_inputs, is_distributed, joined_inputs
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording import backward_pass, function_transforms, node_marks
-from torch_locoprop.recording.call import Call, CompiledCall, CompiledGraph, PendingCall
+from torch_locoprop.recording.call import (
+    Call,
+    CompiledCall,
+    CompiledGraph,
+    PendingCall,
+    some_samples,
+)
 from torch_locoprop.recording.fisher_sampling import LabelSampling, LayerOutput
 from torch_locoprop.recording.graph_search import GraphSearch, without_view
 from torch_locoprop.recording.layer_record import LayerRecord
@@ -101,6 +107,7 @@ class ModelHooks:
         for layer in self.layers.values():
             layer.clear()
             layer.called, layer.unrecorded = False, ""
+            layer.has_dropped = False
         for pending in self._pending_calls:
             pending.release()
 
@@ -116,7 +123,7 @@ class ModelHooks:
         layer = self.layers.get(module)
         if layer is not None:
             layer.called = True
-        if function_transforms.innermost() is not None:
+        if function_transforms.innermost() is not None or function_transforms.has_tangent(out):
             self._notice_transform(module, out)
             return None
         if distributed.is_available() and distributed.is_initialized():
@@ -247,6 +254,7 @@ class ModelHooks:
             pending.sampled = g
             return
         if pending.call is None:  # another pass through an autograd graph after its step
+            layer.note_lost(backward_pass.current_pass())
             return
         call = pending.call
         if pending.sampled is not None:
@@ -296,7 +304,15 @@ def _forward_call(
         shape, version = torch.Size((0, layer.width)), None
     else:
         rows, shape, version = _plain(x), out.shape, None if x.is_inference() else x._version
-    return Call(rows, mark, shape, searched=searched, recomputed=recomputed, version=version)
+    call = Call(rows, mark, shape, searched=searched, recomputed=recomputed, version=version)
+    if x.grad_fn is None and _is_on_host(rows):  # the user's, who may write to it in other ways
+        return call._replace(samples=some_samples(rows))
+    return call
+
+
+def _is_on_host(x: Tensor) -> bool:
+    """Return True for ordinary tensors with numbers that can be read without waiting."""
+    return type(x) is Tensor and x.is_cpu and x.layout == torch.strided and x.numel() > 0
 
 
 def _plain(x: Tensor) -> Tensor:

@@ -32,6 +32,17 @@ Orders = dict[tuple[int, int, torch.device], Tensor]
 # Returns what the step needs of a layer's rows, given the names of the tensors that it moves.
 UseOfRows = Callable[["LayerRecord", Collection[str]], RowUse | None]
 
+# Why the gradients of a layer are of more rows than those that are recorded: ends of sentences.
+MERGED = (
+    "were taken out of p.grad after a backward pass, and others were put in before step(), as PCGrad "
+    "and hooks for main_grad do. Only the rows of the last backward pass are known, so such a layer "
+    "takes a BackProp step. Let gradients accumulate in p.grad."
+)
+LOST = (
+    "come in part from a forward pass before the last step, whose inputs are not kept any more. Such a "
+    "layer takes a BackProp step. Run forward and backward pass anew for each step."
+)
+
 
 @dataclass(eq=False)
 class LayerRecord(LocalLayer):
@@ -50,6 +61,8 @@ class LayerRecord(LocalLayer):
     calls: list[Call] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)  # ids of the backward passes of `calls`
     copies: bool = False  # other code overwrites inputs after backward passes: keep copies
+    has_dropped: bool = False  # a pass was recorded since the last step and replaced by a later one
+    lacks_rows: str = ""  # why the gradients are of more rows than those that are recorded
     called: bool = False  # the layer was called since the last step, with or without gradients
     unrecorded: str = ""  # why a call since the last step could not be recorded
     outputs_overlapped: int = 0  # calls with weight gradients beside the backward pass
@@ -60,6 +73,7 @@ class LayerRecord(LocalLayer):
     unsharded: set[int] = field(default_factory=set)  # ids of tensors that fully_shard has put in
     division: str = ""  # how processes under DDP divided the work of the last step, for reports
     empty_call: Call | None = None  # a call without rows, for steps after the last batch
+    _lost: set[int] = field(default_factory=set)  # ids of passes through calls that are not kept
     _pending: dict[int, list[Call]] = field(default_factory=dict)  # calls by the id of their pass
     # Ids of passes that found no gradient: True, or False if other processes may have found one.
     _replacing: dict[int, bool] = field(default_factory=dict)
@@ -112,6 +126,8 @@ class LayerRecord(LocalLayer):
             self.obstacle = self.unrecorded
         if backward_pass in self._replacing:
             self._drop_earlier(certain=self._replacing[backward_pass])
+        if backward_pass in self._lost:
+            self.lacks_rows = LOST
         self.passes.add(backward_pass)
         pending = self._pending.pop(backward_pass, ())
         places = {call.identity: i for i, call in enumerate(self.calls)} if pending else {}
@@ -136,6 +152,8 @@ class LayerRecord(LocalLayer):
     def _drop_earlier(self, certain: bool) -> None:
         """Drop what was recorded before a pass; set it aside if other processes may have to keep it."""
         self._replacing.clear()
+        self.has_dropped |= bool(self.calls)
+        self.lacks_rows = ""
         if not certain:
             self.sharded.set_aside(self.calls)
         elif self.shards is not None:
@@ -204,6 +222,24 @@ class LayerRecord(LocalLayer):
         self.calls.clear()
         return True
 
+    def note_lost(self, backward_pass: int) -> None:
+        """Note that a pass went through a call whose inputs are not kept any more."""
+        self._lost.add(backward_pass)
+
+    def lacks_any_rows(self) -> bool:
+        """Return True if the gradients are of more rows than those that are recorded.
+
+        Other code may have put gradients together from several backward passes: it takes ``p.grad``
+        away after each of them and sets it at the end, so that the record has the last pass alone.
+        """
+        if self.has_dropped and self.calls and self.shards is None:
+            left = [ref() for ref, _ in self._left]
+            if not all(
+                any(g.untyped_storage() is each for each in left) for g in self._gradients()
+            ):
+                self.lacks_rows = MERGED
+        return bool(self.lacks_rows)
+
     def drop_outputs(self) -> None:
         """Drop the recorded outputs; no later step needs them."""
         if any(call.a is not None for call in self.calls):
@@ -257,7 +293,7 @@ class LayerRecord(LocalLayer):
         A pass replaces the record if the gradients are None, or were set to zero since the last pass.
         If the layer is sharded, one process alone cannot know whether gradients were set to zero.
         """
-        if not self.calls:
+        if not self.calls and not self.lacks_rows:
             return True
         if self.shards is not None:
             return not self.sharded.unreduced and not self._gradients()
@@ -266,12 +302,15 @@ class LayerRecord(LocalLayer):
     def clear(self) -> None:
         """Drop everything that was recorded since the last step."""
         self.outputs_overlapped = 0
+        self.has_dropped |= bool(self.calls)
         if self.shards is not None:
             self.sharded.clear()
         self.calls.clear()
         self.passes.clear()
         self._pending.clear()
         self._replacing.clear()
+        self._lost.clear()
+        self.lacks_rows = ""
 
     @property
     def has_gram(self) -> bool:
@@ -282,7 +321,7 @@ class LayerRecord(LocalLayer):
     def has_rows(self) -> bool:
         """True if the rows, or XᵀX, of a local problem were recorded, and not only a gradient."""
         rows = self.row_count > 0
-        return rows and not self.obstacle
+        return rows and not self.obstacle and not self.lacks_rows
 
     @property
     def all_have_rows(self) -> bool:

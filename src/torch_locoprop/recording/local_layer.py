@@ -21,7 +21,7 @@ from torch_locoprop.paper.transfers import Transfer
 
 REPLACED = "its forward was replaced after the optimizer was made: it takes BackProp steps"
 RESHAPED = "its geometry was changed after the optimizer was made: it takes BackProp steps"
-TRANSFORMED = "called inside a transform of torch.func: it takes BackProp steps"
+TRANSFORMED = "called inside a transform of torch.func or forward_ad: it takes BackProp steps"
 COMPUTED = "called with weights computed from its own: it takes BackProp steps"
 _NAMES = ("weight", "bias")
 

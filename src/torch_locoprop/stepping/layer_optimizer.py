@@ -306,6 +306,7 @@ class LayerOptimizer(WithStateDict, Joins):
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)
+        self._notices.lacking([layer for layer in trained if layer.lacks_any_rows()])
         hidden = [layer.name for layer in trained if layer.obstacle in (TRANSFORMED, COMPUTED)]
         if hidden:
             self._notices.hidden(hidden)

@@ -178,7 +178,7 @@ class LocalSteps:
             layer: the record of the layer.
             trained: the layer's tensors that have a gradient, which the step moves.
         """
-        unrecorded = not (layer.calls or layer.copies or layer.obstacle)
+        unrecorded = not (layer.calls or layer.copies or layer.obstacle or layer.lacks_rows)
         if unrecorded and layer.shared_facts is None:
             gradients = {p: p.grad for p in trained.values() if p.grad is not None}
             if not any(holds(g.any(), unknown=True) for g in gradients.values()):

@@ -34,6 +34,14 @@ class Notices:
             "a layer takes one BackProp step now, and keeps copies of its inputs from now on.",
         )
 
+    def lacking(self, layers: Iterable[LayerRecord]) -> None:
+        """Warn of layers with gradients of backward passes whose rows are not recorded."""
+        by_reason: dict[str, list[str]] = {}
+        for layer in layers:
+            by_reason.setdefault(layer.lacks_rows, []).append(layer.name)
+        for reason, names in by_reason.items():
+            self.once(reason, f"The gradients of {_quoted(names)} {reason}")
+
     def added(self, modules: Iterable[str]) -> None:
         """Warn that modules with gradients were added to the model after the optimizer was made."""
         self.once(
@@ -47,9 +55,9 @@ class Notices:
         self.once(
             "hidden",
             f"The forward of {_quoted(layers)} was called inside a transform of torch.func (vmap, "
-            "jacrev, ...), or by functional_call with weights that are computed from its own. Rows "
-            "cannot be recorded there. Such a layer takes BackProp steps. What "
-            "torch.autograd.grad(..., create_graph=True) computes is recorded.",
+            "jacrev, ...), with dual tensors of torch.autograd.forward_ad, or by functional_call with "
+            "weights that are computed from its own. Rows cannot be recorded there. Such a layer takes "
+            "BackProp steps. What torch.autograd.grad(..., create_graph=True) computes is recorded.",
         )
 
     def hidden_state(self, solver: str) -> None:

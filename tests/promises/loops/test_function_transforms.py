@@ -9,17 +9,28 @@ import pytest
 import torch
 from cases import assert_close, batch, network, weights
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, vmap
 
 from torch_locoprop import LocoProp
 
 LR, GAMMA = 0.01, 2.0
-NOTE = "called inside a transform of torch.func: it takes BackProp steps"
+NOTE = "called inside a transform of torch.func or forward_ad: it takes BackProp steps"
+
+
+def by_forward_ad(model: nn.Module, x: Tensor) -> Tensor:
+    """Return a derivative along a direction, whose products have rows of their own."""
+    with forward_ad.dual_level():
+        out = model(forward_ad.make_dual(x, torch.ones_like(x)))
+        return forward_ad.unpack_dual(out).tangent  # type: ignore[no-any-return]
+
+
 TRANSFORMS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
     "vmap": lambda model, x: vmap(model)(x),
     "jacrev": lambda model, x: vmap(jacrev(model))(x),
     "jacfwd": lambda model, x: vmap(jacfwd(model))(x),
     "hessian": lambda model, x: vmap(hessian(lambda z: model(z).sum()))(x),
+    "forward_ad": by_forward_ad,
     "grad": lambda model, x: grad(lambda z: model(z).sum())(x),
     "parameters": lambda model, x: grad(
         lambda own: functional_call(model, own, (x,)).square().sum()

@@ -78,3 +78,44 @@ def test_inputs_that_stay_are_not_copied() -> None:
     x, y = data()
     cross_entropy(model(x), y).backward()
     assert opt._layers[0].calls[0].x.data_ptr() == x.data_ptr()
+
+
+@pytest.mark.parametrize("how", ["numpy", "data"])
+@pytest.mark.parametrize("variant", ["locoprop-m", "pocoprop-m"])
+def test_buffers_that_are_written_to_past_autograd(variant: str, how: str) -> None:
+    """``torch.from_numpy(buffer)`` and ``x.data`` have a version that writing leaves as it is."""
+    model, other = network(), network()
+    opt, plain = loco(model, variant), loco(other, variant)
+    buffer = torch.empty_like(data()[0])
+
+    def step(net: nn.Module, optimizer: torch.optim.Optimizer, reused: bool) -> None:
+        for seed in (1, 2):
+            x, y = data(seed=seed)
+            if reused and how == "numpy":
+                buffer.numpy()[:] = x.numpy()
+            elif reused:
+                buffer.data.copy_(x)
+            cross_entropy(net(buffer if reused else x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.warns(UserWarning, match=r"input of '0' was written to .* one BackProp step"):
+        step(model, opt, True)
+    other.load_state_dict(model.state_dict())
+    plain.load_state_dict(copy.deepcopy(opt.state_dict()))
+    for _ in range(2):  # from now on, inputs are copied
+        step(model, opt, True)
+        step(other, plain, False)
+    assert_close(weights(model), weights(other), 1e-12)
+
+
+def test_inputs_with_nan_are_not_taken_for_overwritten() -> None:
+    model = network()
+    opt = loco(model, "locoprop-m")
+    x, y = data()
+    x[0, 0] = torch.nan
+    cross_entropy(model(x)[1:], y[1:]).backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.step()
+    assert not any("written to" in str(w.message) for w in caught)
