@@ -61,6 +61,23 @@ def test_parameters_of_any_precision(case: dict[str, Any], dtype: torch.dtype) -
             torch.testing.assert_close(one.double(), other, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="PyTorch before 2.10")
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_of_another_precision_than_the_weights(case: dict[str, Any]) -> None:
+    """``p.grad_dtype = torch.float32`` for weights in bfloat16."""
+    results = []
+    for grad_dtype in (None, torch.float32):
+        model = network().bfloat16()
+        for p in model.parameters():
+            if grad_dtype is not None:
+                p.grad_dtype = grad_dtype
+        opt = LocoProp(model, lr=1e-3, momentum=0.5, output_transfer="sigmoid", **case)
+        for seed in range(3):
+            step(model, opt, batch(8, 6, seed=seed).bfloat16())
+        results.append(weights(model))
+    assert_close(*results, 1e-2)
+
+
 LARGE: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "general": lambda m: LocoProp(m),
     "spectral": lambda m: LocoProp(m, preset="spectral"),

@@ -226,13 +226,16 @@ class LayerRecord(LocalLayer):
         """Note that a pass went through a call whose inputs are not kept any more."""
         self._lost.add(backward_pass)
 
-    def lacks_any_rows(self) -> bool:
+    def lacks_any_rows(self, *, alone: bool) -> bool:
         """Return True if the gradients are of more rows than those that are recorded.
 
         Other code may have put gradients together from several backward passes: it takes ``p.grad``
         away after each of them and sets it at the end, so that the record has the last pass alone.
+
+        Args:
+            alone: no other process has a part in the gradients; otherwise DDP itself may set ``p.grad``.
         """
-        if self.has_dropped and self.calls and self.shards is None:
+        if alone and self.has_dropped and self.calls and self.shards is None:
             left = [ref() for ref, _ in self._left]
             if not all(
                 any(g.untyped_storage() is each for each in left) for g in self._gradients()

@@ -25,7 +25,7 @@ _MOVES = {
     f"{name}Backward{i}"
     for name in (
         *("Slice", "Select", "Index", "IndexSelect", "MaskedSelect", "Split", "SplitWithSizes"),
-        *("Unbind", "Transpose", "Permute", "T", "Expand", "Cat", "Stack"),
+        *("Unbind", "Gather", "Transpose", "Permute", "T", "Expand", "Cat", "Stack"),
     )
     for i in range(2)
 }

@@ -185,8 +185,11 @@ def numbers(group: Group) -> Numbers:
 
 
 def _gradients(trained: Mapping[str, nn.Parameter], part: Part | None) -> dict[str, Tensor]:
-    """Return the gradients of a layer's tensors; for a sharded layer, of the part to solve only."""
-    given = {name: p.grad for name, p in trained.items() if p.grad is not None}
+    """Return the gradients of a layer's tensors; for a sharded layer, of the part to solve only.
+
+    They have the dtype of the tensors, also where ``grad_dtype`` says otherwise.
+    """
+    given = {name: p.grad.to(p.dtype) for name, p in trained.items() if p.grad is not None}
     return (
         given
         if part is None

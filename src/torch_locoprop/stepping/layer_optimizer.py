@@ -306,7 +306,8 @@ class LayerOptimizer(WithStateDict, Joins):
         overwritten = [layer.name for layer in trained if layer.drop_overwritten()]
         if overwritten:
             self._notices.overwritten(overwritten)
-        self._notices.lacking([layer for layer in trained if layer.lacks_any_rows()])
+        alone = self._hooks.averaging.processes is None
+        self._notices.lacking([layer for layer in trained if layer.lacks_any_rows(alone=alone)])
         hidden = [layer.name for layer in trained if layer.obstacle in (TRANSFORMED, COMPUTED)]
         if hidden:
             self._notices.hidden(hidden)
