@@ -94,7 +94,7 @@ class Call(NamedTuple):
         parts: dict[str, Any] = {
             name: kind.take(t, samples) for name, t in recorded.items() if t is not None
         }
-        return self._replace(kept=samples, version=None, a=None, **parts)
+        return self._replace(kept=samples, version=None, samples=None, a=None, **parts)
 
     def without_rows(self, kind: LayerKind) -> Call:
         """Return the call with a batch of no samples.
@@ -115,12 +115,21 @@ class Call(NamedTuple):
         """
         gram = Gram.unknown(like, rows)
         return self._replace(
-            x=gram.total, gram=gram, version=None, g=None, v=None, a=None, kept=None
+            x=gram.total,
+            gram=gram,
+            version=None,
+            samples=None,
+            g=None,
+            v=None,
+            a=None,
+            kept=None,
         )
 
     def with_own_input(self) -> Call:
         """Return the call with a copy of its input, which no other code can write to."""
-        return self if self.version is None else self._replace(x=self.x.clone(), version=None)
+        if self.version is None:
+            return self
+        return self._replace(x=self.x.clone(), version=None, samples=None)
 
     @property
     def identity(self) -> tuple[int, CompiledCall | None]:

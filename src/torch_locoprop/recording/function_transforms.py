@@ -25,11 +25,11 @@ def reaches_ordinary_autograd(tensor: Tensor) -> bool:
 
 
 def has_tangent(tensor: object) -> bool:
-    """Return True for a dual tensor of ``torch.autograd.forward_ad``.
+    """Return True for a dual tensor inside of ``torch.autograd.forward_ad.dual_level()``.
 
     Its tangent is computed by a product with the weight too, whose rows are not recorded.
     """
-    if forward_ad._current_level < 0 or not isinstance(tensor, Tensor):
+    if not isinstance(tensor, Tensor):
         return False
     return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 

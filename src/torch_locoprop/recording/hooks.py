@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.autograd import forward_ad
 
 from torch_locoprop.distributed.averaging import Averaging
 from torch_locoprop.distributed.fully_shard import local
@@ -123,7 +124,8 @@ class ModelHooks:
         layer = self.layers.get(module)
         if layer is not None:
             layer.called = True
-        if function_transforms.innermost() is not None or function_transforms.has_tangent(out):
+        is_dual = forward_ad._current_level >= 0 and function_transforms.has_tangent(out)
+        if is_dual or function_transforms.innermost() is not None:
             self._notice_transform(module, out)
             return None
         if distributed.is_available() and distributed.is_initialized():

@@ -233,7 +233,7 @@ class LayerRecord(LocalLayer):
         away after each of them and sets it at the end, so that the record has the last pass alone.
 
         Args:
-            alone: no other process has a part in the gradients; otherwise DDP itself may set ``p.grad``.
+            alone: no other process has a part in the gradients; otherwise DDP may set ``p.grad``.
         """
         if alone and self.has_dropped and self.calls and self.shards is None:
             left = [ref() for ref, _ in self._left]

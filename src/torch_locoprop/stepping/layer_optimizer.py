@@ -307,7 +307,9 @@ class LayerOptimizer(WithStateDict, Joins):
         if overwritten:
             self._notices.overwritten(overwritten)
         alone = self._hooks.averaging.processes is None
-        self._notices.lacking([layer for layer in trained if layer.lacks_any_rows(alone=alone)])
+        lacking = [layer for layer in trained if layer.lacks_any_rows(alone=alone)]
+        if lacking:
+            self._notices.lacking(lacking)
         hidden = [layer.name for layer in trained if layer.obstacle in (TRANSFORMED, COMPUTED)]
         if hidden:
             self._notices.hidden(hidden)
