@@ -11,6 +11,8 @@ from cases import assert_close, cross_entropy, network, weights
 from promises.loops.plain import data, distance, loco
 from torch import Tensor, nn
 
+from torch_locoprop import LocoProp
+
 
 def accumulated(model: nn.Module, opt: torch.optim.Optimizer, buffer: Tensor | None) -> None:
     """Take a step on two micro-batches, each as it is or copied to the buffer."""
@@ -119,3 +121,25 @@ def test_inputs_with_nan_are_not_taken_for_overwritten() -> None:
         warnings.simplefilter("always")
         opt.step()
     assert not any("written to" in str(w.message) for w in caught)
+
+
+@pytest.mark.parametrize("shape", [(5, 3, 4, 4), (3, 4, 4)])
+def test_images_in_any_memory_format(shape: tuple[int, ...]) -> None:
+    """Batches with ``channels_last``, single images, transposed and expanded ones."""
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 2, 3).double()
+    opt = LocoProp(model, variant="locoprop-m", lr=1e-3, gamma=1.0, output_transfer="sigmoid")
+    whole = torch.rand(shape).double()
+    inputs = [whole.transpose(-1, -2), whole[..., :1].expand(shape), whole]
+    if len(shape) == 4:
+        inputs.append(whole.to(memory_format=torch.channels_last))
+    for x in inputs:
+        model(x).square().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            opt.step()
+        opt.zero_grad()
+    model(x).square().sum().backward()
+    x.data.zero_()
+    with pytest.warns(UserWarning, match="was written to"):
+        opt.step()
