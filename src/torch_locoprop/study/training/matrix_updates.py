@@ -169,8 +169,9 @@ class Spectral(Update):
         joint = join(gradients)
         momentum = along(self.numbers["momentum"], joint)
         average = torch.lerp(joint, state.get("average", torch.zeros_like(joint)), momentum)
+        product = dispatch.product_for("bf16")  # local_products of the preset
         with matmul_precision("fp32"):
-            direction = torch.lerp(joint, average, momentum) @ state["inverse"]
+            direction = product(torch.lerp(joint, average, momentum), state["inverse"])
         factor = dispatch.polar(direction, torch.bfloat16 if has_fast_bf16(direction) else None)
         lengths = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
         square = lengths.square() / factor.shape[-1]
