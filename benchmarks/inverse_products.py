@@ -9,9 +9,9 @@ behind it. Errors are Frobenius norms relative to float64: of the product; of th
 product, itself in float64; and of the polar factor in bfloat16, as steps compute it. In the row `exact`
 the product is in float64, so that the error is that of bfloat16 alone.
 
-`tf32` is one product, `3 x tf32` the one of `fast/cuda_spectral.py`. `3 x fp16` and `3 x bf16` split
-the factors in the same way into matrices of these dtypes. On a CPU the factors are rounded as a GPU
-rounds them, and products are in float32; nothing is timed.
+`3 x bf16` is the product of `fast/cuda_spectral.py`. `3 x tf32` and `3 x fp16` split the factors in the
+same way into matrices of these dtypes, and `tf32` is one product. On a CPU the factors are rounded as a
+GPU rounds them, and products are in float32; nothing is timed.
 
     python -m benchmarks.inverse_products --device cuda --precision tf32 --model wide --whole
 
@@ -47,26 +47,31 @@ from torch_locoprop.study.models.autoencoder import reconstruction_loss
 
 BATCH = 1000
 LARGE = 100_000  # weights of a layer from which on it is measured
+TF32 = -(2**13)  # the bits of a float32 that TF32 has: all but 13 of the mantissa
 RATE = {"standard": 0.015, "deep": 0.005, "wide": 0.006}
 
 
+of_the_step = cuda_spectral.product  # `whole_steps` replaces it
+
+
 class Rounded(TorchDispatchMode):
-    """Rounds the factors of matrix products on a CPU: to TF32, or the results too to bfloat16."""
+    """Rounds as a GPU does: factors to TF32, or results of factors in bfloat16 to bfloat16."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten, kwargs = torch.ops.aten, kwargs or {}
-        products = (aten.mm.default, aten.addmm.default, aten.addmm_.default)
-        if func not in products:
+        if func in (aten.mm.dtype, aten.addmm.dtype):
+            *start, left, right, _ = args
+            return sum(start, left.float() @ right.float())
+        if func not in (aten.mm.default, aten.addmm.default):
             return func(*args, **kwargs)
         if args[0].dtype == torch.bfloat16:
             wide = tuple(t.float() for t in args)
             return func(*wide, **kwargs).bfloat16()
-        first = args[:-2]
-        return func(*first, *map(_in_tf32, args[-2:]), **kwargs)
+        return func(*args[:-2], *map(_in_tf32, args[-2:]), **kwargs)
 
 
 def _in_tf32(matrix: Tensor) -> Tensor:
-    return matrix.view(torch.int32).bitwise_and(cuda_spectral.COARSE).view(torch.float32)
+    return matrix.view(torch.int32).bitwise_and(TF32).view(torch.float32)
 
 
 def in_float32(left: Tensor, right: Tensor) -> Tensor:
@@ -77,15 +82,21 @@ def in_float32(left: Tensor, right: Tensor) -> Tensor:
 
 def in_tf32(left: Tensor, right: Tensor) -> Tensor:
     """Return the product in TF32."""
-    left, right = cuda_spectral.padded(left), cuda_spectral.padded(right)
-    with products_in("tf32", left), nullcontext() if left.is_cuda else Rounded():
-        return left @ right
+    found = _tf32_product(cuda_spectral.padded(left), cuda_spectral.padded(right))
+    return found[: left.shape[0], : right.shape[1]]
 
 
 def three_in_tf32(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of three products in TF32."""
-    with nullcontext() if left.is_cuda else Rounded():
-        return cuda_spectral.product(left, right)
+    """Return the sum of three products in TF32, whose factors have 22 digits together."""
+    one, other = cuda_spectral.padded(left), cuda_spectral.padded(right)
+    coarse, other_coarse = _in_tf32(one), _in_tf32(other)
+    found = _tf32_product(coarse, other - other_coarse) + _tf32_product(one - coarse, other_coarse)
+    return (found + _tf32_product(coarse, other_coarse))[: left.shape[0], : right.shape[1]]
+
+
+def _tf32_product(left: Tensor, right: Tensor) -> Tensor:
+    with products_in("tf32", left), nullcontext() if left.is_cuda else Rounded():
+        return left @ right
 
 
 def three_in_float16(left: Tensor, right: Tensor) -> Tensor:
@@ -102,21 +113,9 @@ def three_in_float16(left: Tensor, right: Tensor) -> Tensor:
 
 
 def three_in_bfloat16(left: Tensor, right: Tensor) -> Tensor:
-    """Return the sum of three products in bfloat16, whose factors have 16 digits together."""
-    (a, a_fine), (b, b_fine) = (_bf16_halves(cuda_spectral.padded(t)) for t in (left, right))
-    if left.is_cuda:
-        found = torch.mm(a, b_fine, out_dtype=torch.float32)
-        found = torch.addmm(found, a_fine, b, out_dtype=torch.float32)
-        found = torch.addmm(found, a, b, out_dtype=torch.float32)
-    else:
-        a, a_fine, b, b_fine = (t.float() for t in (a, a_fine, b, b_fine))
-        found = a @ b_fine + a_fine @ b + a @ b
-    return found[: left.shape[0], : right.shape[1]]
-
-
-def _bf16_halves(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    coarse = matrix.bfloat16()
-    return coarse, (matrix - coarse).bfloat16()
+    """Return the product of the spectral step on a GPU."""
+    with nullcontext() if left.is_cuda else Rounded():
+        return of_the_step(left, right)
 
 
 def _halves(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:

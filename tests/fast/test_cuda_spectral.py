@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_locoprop.fast import cuda_spectral, dispatch
 from torch_locoprop.paper import spectral
-from torch_locoprop.paper.gram import full_products, products_in
+from torch_locoprop.paper.gram import full_products
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -72,23 +72,18 @@ def test_on_a_gpu_dispatch_pads(shape: tuple[int, int]) -> None:
     assert (found - expected).norm() < 0.02 * expected.norm()
 
 
-def rounded_to_tf32(matrix: Tensor) -> Tensor:
-    """Keep 11 significant digits of a float32, as a GPU does with the factors of a product in TF32."""
-    return matrix.view(torch.int32).bitwise_and(cuda_spectral.COARSE).view(torch.float32)
-
-
-class InTf32(TorchDispatchMode):
-    """Rounds the factors of all matrix products to TF32; the sums are in float32 as on a GPU."""
+class InBfloat16(TorchDispatchMode):
+    """Takes the products of bfloat16 factors with sums in float32, which PyTorch has on GPUs only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten
-        if func in (aten.mm.default, aten.bmm.default):
-            args = tuple(map(rounded_to_tf32, args))
-        elif func in (aten.addmm_.default, aten.baddbmm_.default):
-            args = (args[0], *map(rounded_to_tf32, args[1:]))
-        else:
+        if func not in (aten.mm.dtype, aten.addmm.dtype, aten.bmm.dtype, aten.baddbmm.dtype):
             assert "mm" not in func.__name__
-        return func(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+        *start, left, right, dtype = args
+        assert (left.dtype, right.dtype, dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
+        found = left.float() @ right.float()
+        return start[0] + found if start else found
 
 
 def factors(*shape: int) -> tuple[Tensor, Tensor]:
@@ -111,21 +106,18 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shape", [(30, 65), (3, 20, 48), (2, 3, 8, 17)])
-def test_three_products_in_tf32_are_nearly_as_precise_as_one_in_float32(
-    shape: tuple[int, ...],
-) -> None:
-    """On a GPU the products are in TF32; on a CPU their factors are rounded as a GPU rounds them."""
+def test_three_products_in_bfloat16_have_twice_the_digits_of_one(shape: tuple[int, ...]) -> None:
+    """On a GPU the products are its own; on a CPU factors are in bfloat16 and sums in float32."""
     left, right = (factor.to(DEVICE) for factor in factors(*shape))
-    with nullcontext() if GPU else InTf32():
+    with nullcontext() if GPU else InBfloat16():
         found = cuda_spectral.product(left, right)
-        with products_in("tf32", left):
-            once = left @ right
     expected = left.double() @ right.double()
     assert found.shape == expected.shape
+    assert found.dtype == torch.float32
     full = relative_error(rounding_only(left, right), expected)
-    assert relative_error(found, expected) < 20 * max(full, 2**-22)
-    if not GPU:  # cuBLAS may compute small products in float32 all the same
-        assert relative_error(once, expected) > 100 * relative_error(found, expected)
+    assert relative_error(found, expected) < 400 * max(full, 2**-23)
+    once = left.bfloat16().double() @ right.bfloat16().double()
+    assert relative_error(once, expected) > 50 * relative_error(found, expected)
 
 
 def rounding_only(left: Tensor, right: Tensor) -> Tensor:
@@ -133,10 +125,10 @@ def rounding_only(left: Tensor, right: Tensor) -> Tensor:
         return left @ right
 
 
-def test_a_polar_factor_in_bfloat16_hides_the_error_of_three_products_in_tf32() -> None:
+def test_a_polar_factor_in_bfloat16_hides_the_error_of_three_products() -> None:
     """The steps are as far from float64 as with a product in float64."""
     left, right = (factor.to(DEVICE) for factor in factors(120, 161))
-    with nullcontext() if GPU else InTf32():
+    with nullcontext() if GPU else InBfloat16():
         found = cuda_spectral.product(left, right)
     exact = left.double() @ right.double()
     expected = spectral.polar(exact)
@@ -153,7 +145,9 @@ def test_products_that_are_not_finite_stay_so() -> None:
     for bad in (torch.inf, torch.nan):
         left = torch.ones(4, 4)
         left[1, 2] = bad
-        assert not cuda_spectral.product(left, torch.eye(4))[1].isfinite().all()
+        with InBfloat16():
+            found = cuda_spectral.product(left, torch.eye(4))
+        assert not found[1].isfinite().all()
 
 
 @pytest.mark.parametrize("strip", [1, 2, 3, 100])
@@ -176,7 +170,7 @@ def test_only_large_products_of_float32_are_split() -> None:
     assert not cuda_spectral.product_fits(large[0].double(), large[1].double())
 
 
-def test_local_products_decide_where_they_are_in_tf32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_products_decide_where_they_are_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_spectral, "SPLIT_FROM", 2**29)
     left, right = (factor.to(DEVICE) for factor in factors(2048, 512))
     plain = dispatch.product(left, right)

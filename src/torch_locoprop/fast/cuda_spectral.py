@@ -13,22 +13,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_locoprop.paper import spectral
-from torch_locoprop.paper.gram import full_products, products_in
-from torch_locoprop.paper.tensors import Product
+from torch_locoprop.paper.gram import full_products
 
 MULTIPLE = 16  # rows and columns are padded to multiples of it; 64 is not faster
 STRIP = 1024  # rows of an inverse triangular matrix that are multiplied at a time
-COARSE = -(2**13)  # the bits of a float32 that TF32 has: all but 13 of the mantissa
 SPLIT_FROM = 2**30  # multiplications of a product from which splitting its factors pays
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Return ``left @ right`` of matrices in float32, as the sum of three products in TF32.
+    """Return ``left @ right`` of matrices in float32, as the sum of three products in bfloat16.
 
-    TF32 has 11 of the 24 digits of float32. A factor is split into its first 11 digits and the
-    remainder, of which TF32 takes 11 again. The product of the two remainders is left out: an error of
-    about 2⁻²² of the product of the lengths of a row and a column. ``docs/spectral.md`` compares it
-    with the rounding of the polar factor that follows in bfloat16.
+    bfloat16 has 8 of the 24 digits of float32. A factor is split into its value in bfloat16 and the
+    remainder, of which bfloat16 takes 8 digits again. The product of the two remainders is left out:
+    an error of about 2⁻¹⁶ of the product of the lengths of a row and a column. ``docs/spectral.md``
+    compares it with the rounding of the polar factor that follows in bfloat16.
 
     Args:
         left: a matrix, ``[..., d, n]``.
@@ -37,9 +35,21 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     d, m = left.shape[-2], right.shape[-1]
     coarse, fine = _split(padded(left))
     other_coarse, other_fine = _split(padded(right))
-    with products_in("tf32", left):
-        found = coarse @ other_fine  # the small terms first
-        found = _plus_product(_plus_product(found, fine, other_coarse), coarse, other_coarse)
+    factors = (
+        (coarse, other_fine),
+        (fine, other_coarse),
+        (coarse, other_coarse),
+    )  # small terms first
+    if coarse.dim() == 2:
+        found = torch.mm(*factors[0], out_dtype=torch.float32)
+        for pair in factors[1:]:
+            found = torch.addmm(found, *pair, out_dtype=torch.float32)
+    else:
+        stacked = [(one.flatten(0, -3), other.flatten(0, -3)) for one, other in factors]
+        found = torch.bmm(*stacked[0], out_dtype=torch.float32)
+        for pair in stacked[1:]:
+            found = torch.baddbmm(found, *pair, out_dtype=torch.float32)
+        found = found.view(*coarse.shape[:-2], *found.shape[-2:])
     return found[..., :d, :m]
 
 
@@ -80,17 +90,9 @@ def inverse(factor: Tensor) -> Tensor:
 
 
 def _split(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in TF32 and the remainder, which add up to the given one."""
-    coarse = matrix.view(torch.int32).bitwise_and(COARSE).view(torch.float32)
-    return coarse, matrix - coarse
-
-
-def _plus_product(start: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Return ``start + left @ right``; a matrix and stacked matrices are changed in place."""
-    if start.dim() > 3:
-        return start + left @ right
-    add: Product = start.addmm_ if start.dim() == 2 else start.baddbmm_
-    return add(left, right)
+    """Return a matrix in bfloat16 and what remains of it, in bfloat16 too."""
+    coarse = matrix.bfloat16()
+    return coarse, (matrix - coarse).bfloat16()
 
 
 def triangular_inverse(factor: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ def product_for(products: str) -> Product:
 
     Args:
         products: the setting ``local_products``. With ``"bf16"`` the polar factor behind the product is
-            in bfloat16 on a GPU, so that three products in TF32 are precise enough.
+            in bfloat16 on a GPU, so that three products in bfloat16 are precise enough.
     """
     return _product_before_bf16 if products == "bf16" else product
 
