@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -163,6 +164,7 @@ class TrainingStep:
                 "from now on.",
             )
         if self._failed:
+            gc.collect()  # the autograd graph of the failed recording, which belongs to its stream
             return self._take(batch)
         if is_replay:
             self._note_replay(parameters)
