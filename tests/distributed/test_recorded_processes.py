@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import processes
 import pytest
+import test_join
 import test_tensor_parallel as tensor_parallel
 import torch
 from emulated_graphs import emulate
@@ -27,6 +28,8 @@ from torch_locoprop.stepping.several_processes import divided_outputs, divided_p
 
 NAMES = {"M, rows": NINE, "M, outer": NINE, "S": NINE, "default": RENEWED}
 PARALLEL = {"M": NINE, "S": NINE, "softmax": NINE, "outer": NINE, "default": RENEWED}
+JOINED = ("M", "S", "fallback", "spectral")  # in the context Join
+BATCHES = (8, 15)  # of each process; the first one replays steps without rows
 
 
 def _in_a_process(rank: int, folder: Path, world: int, names: list[str]) -> None:
@@ -54,6 +57,11 @@ def _in_a_process(rank: int, folder: Path, world: int, names: list[str]) -> None
         found[f"parallel, {name}"] = whole_tensors(divided)
     if len(names) > 1:
         check_counts(rank, world, steps=7, replayed=True)
+        with patch.object(test_join, "BATCHES", BATCHES):
+            for name in JOINED:
+                model, opt = test_join.train_unevenly(test_join.CASES[name], rank, BATCHES)
+                _check_replays(opt)
+                found[f"joined, {name}"] = whole_tensors(model)
     if rank == 0:
         torch.save(found, folder / "found.pt")
 
@@ -103,7 +111,8 @@ def of_parallel(names: list[str]) -> dict[str, int]:
 def test_two_processes_are_one_process(names: list[str], tmp_path: Path) -> None:
     processes.run(_in_a_process, 2, tmp_path, 2, names)
     found = torch.load(tmp_path / "found.pt")
-    assert len(found) == 2 * len(names) + len(of_parallel(names))
+    joined = JOINED if len(names) > 1 else ()
+    assert len(found) == 2 * len(names) + len(of_parallel(names)) + len(joined)
     for name in names:
         for is_sharded in (False, True):
             expected = alone(CASES[name], Loop(NAMES[name]))[0]
@@ -112,6 +121,10 @@ def test_two_processes_are_one_process(names: list[str], tmp_path: Path) -> None
         model = tensor_parallel.network()
         tensor_parallel.train(model, name, (12, 6), steps=steps)
         _compare(found[f"parallel, {name}"], whole_tensors(model))
+    with patch.object(test_join, "BATCHES", BATCHES):
+        for name in joined:
+            alone_with_all = test_join.in_one_process(test_join.CASES[name])
+            _compare(found[f"joined, {name}"], alone_with_all)
 
 
 def _compare(found: list[Tensor], expected: list[Tensor]) -> None:

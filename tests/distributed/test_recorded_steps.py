@@ -20,6 +20,7 @@ from sharded_cases import (
     ROWS,
     Case,
     M,
+    OwnSgd,
     S,
     loss_of,
     make_optimizer,
@@ -28,6 +29,7 @@ from sharded_cases import (
     whole_tensors,
 )
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
@@ -134,9 +136,9 @@ def steps_of(
         share = loop.rows(step) // world
         own = batch.double().to(next(model.parameters()).device)[rank * share : (rank + 1) * share]
         cut = round(loop.parts(step, rank) * share)
-        loop.meddle(step, rank, model, opt)
         for x in (own,) if loop.passes == 1 else (own[:cut], own[cut:]):
             (world * loss_of(case, model(x), x)).backward()  # type: ignore[no-untyped-call]
+        loop.meddle(step, rank, model, opt)
         for group in opt.param_groups:  # a schedule
             group["lr"] = group.setdefault("initial_lr", group["lr"]) / (1 + step)
         opt.step()
@@ -307,6 +309,34 @@ def test_inputs_may_be_read_in_place(
         assert run.failure is None
         assert run.replays > 0
         same(run, wanted)
+
+
+def partial(step: int, rank: int, model: nn.Module, opt: LocoProp) -> None:
+    """Give the first layer a gradient that the processes have not added up."""
+    for p in opt._layers[0].given:
+        gradient: Any = p.grad
+        part = gradient.full_tensor() / distributed.get_world_size()
+        p.grad = DTensor.from_local(part, gradient.device_mesh, [Partial()])
+
+
+NOT_RECORDED = {
+    "closed form": (Case(EXACT), False, Loop(NINE)),
+    "closed form, sharded": (Case(EXACT), True, Loop(NINE)),
+    "images, sharded": (Case(M, "convolution"), True, Loop(NINE)),
+    "PocoProp": (Case({**MANY, "variant": "pocoprop-m", "gamma": 0.5}), False, Loop(NINE)),
+    "measured": (Case({**M, "diagnose": True}), False, Loop(NINE)),
+    "solver of the user's": (Case({**S, "solver": OwnSgd()}), True, Loop(NINE)),
+    "partial gradients": (Case(S), True, Loop(NINE, meddle=partial)),
+}
+
+
+@pytest.mark.parametrize("name", NOT_RECORDED)
+def test_steps_that_the_documentation_names_run_eagerly(name: str) -> None:
+    case, is_sharded, loop = NOT_RECORDED[name]
+    expected = alone(case, loop)
+    for run in in_threads(case, loop, 2, is_sharded=is_sharded):
+        assert (run.replays, run.failure) == (0, None)
+        same(run, expected)
 
 
 # ---- failures and resumption -------------------------------------------------------------------

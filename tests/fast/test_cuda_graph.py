@@ -80,6 +80,51 @@ def muon_like(params: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
 
 
+def test_work_outside_runs_between_two_cuda_graphs(recwarn: pytest.WarningsRecorder) -> None:
+    x, calls = torch.ones(3, device=DEVICE), []
+
+    def work() -> Tensor:
+        doubled = x * 2
+
+        def between() -> None:
+            calls.append(doubled.add_(1))
+
+        graphs.outside(between)
+        graphs.outside(between)  # with nothing between the two
+        return doubled * 3
+
+    assert work().tolist() == [12.0] * 3
+    assert len(calls) == 2
+    recording = graphs.Recording(work)
+    assert len(calls) == 2
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        recording.replay()
+        assert recording.result.tolist() == [3 * (2 * value + 2)] * 3
+    assert len(calls) == 6
+    assert not recwarn.list
+
+
+def test_a_recording_that_fails_has_run_nothing() -> None:
+    x, calls = torch.ones(3, device=DEVICE), []
+
+    def work() -> None:
+        x.mul_(2)
+        graphs.outside(lambda: calls.append(x.add_(1)))
+        x.mul_(3)
+        raise RuntimeError("too little memory")
+
+    with pytest.raises(RuntimeError, match="too little memory"):
+        graphs.Recording(work)
+    assert x.tolist() == [1.0] * 3
+    assert not calls
+    graphs.outside(lambda: calls.append(x))
+    assert len(calls) == 1
+    recording = graphs.Recording(lambda: x + 1)
+    recording.replay()
+    assert recording.result.tolist() == [2.0] * 3
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "m": {"variant": "locoprop-m"},
     "s": {"variant": "locoprop-s", "local_steps": 3},
