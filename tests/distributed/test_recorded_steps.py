@@ -111,6 +111,7 @@ class Loop:
 
     steps: int = NINE
     rows: Callable[[int], int] = lambda step: ROWS
+    share: int | None = None  # of the rows that each process has, but for the last one
     parts: Callable[[int, int], float] = lambda step, rank: 0.5  # the first pass's share of rows
     passes: int = 1
     meddle: Meddle = lambda step, rank, model, opt: None
@@ -133,7 +134,7 @@ def steps_of(
     """Take the steps of a loop on this process's rows."""
     for step in range(first, first + loop.steps):
         batch = torch.rand(loop.rows(step), 6, generator=torch.Generator().manual_seed(step))
-        share = loop.rows(step) // world
+        share = (loop.share if world > 1 else None) or loop.rows(step) // world
         own = batch.double().to(next(model.parameters()).device)[rank * share : (rank + 1) * share]
         cut = round(loop.parts(step, rank) * share)
         for x in (own,) if loop.passes == 1 else (own[:cut], own[cut:]):
@@ -258,6 +259,9 @@ LOOPS = {
     "one has other addresses": Loop(14, meddle=moved),
     "one has other shapes": Loop(
         14, passes=2, parts=lambda step, rank: 0.25 if rank == 1 and step in (7, 9, 13) else 0.5
+    ),
+    "fewer rows in another": Loop(
+        14, rows=lambda step: 18 if step in (7, 9, 13) else ROWS, share=ROWS // 2
     ),
     "uneven last batches": Loop(14, rows=lambda step: 12 if step % 5 == 4 else ROWS),
     "all replay": Loop(14),

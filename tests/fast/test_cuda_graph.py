@@ -13,6 +13,7 @@ from emulated_graphs import Emulated, emulate
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
+from torch_locoprop.distributed import collectives
 from torch_locoprop.fast import cuda_graph as graphs
 from torch_locoprop.solvers import Exact
 from torch_locoprop.solvers.first_order import Sgd
@@ -103,6 +104,19 @@ def test_work_outside_runs_between_two_cuda_graphs(recwarn: pytest.WarningsRecor
         assert recording.result.tolist() == [3 * (2 * value + 2)] * 3
     assert len(calls) == 6
     assert not recwarn.list
+
+
+def test_collectives_read_copies_while_they_are_recorded() -> None:
+    """A recording that kept the inputs of a pass would make the next pass put its own elsewhere."""
+    x = torch.rand(3, 2, device=DEVICE)
+    assert collectives.fixed(x) is x
+    assert collectives.fixed(x.mT).is_contiguous()
+    recording = graphs.Recording(lambda: (collectives.fixed(x), collectives.fixed(x.mT)))
+    recording.replay()
+    for read, given in zip(recording.result, (x, x.mT), strict=True):
+        assert torch.equal(read, given)
+        assert read.is_contiguous()
+        assert read.data_ptr() != x.data_ptr()
 
 
 def test_a_recording_that_fails_has_run_nothing() -> None:
