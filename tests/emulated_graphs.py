@@ -88,6 +88,12 @@ def _repeat(func: Any, args: Any, kwargs: Any, result: Any) -> None:
                 old.copy_(new)
 
 
+def collectives_in(recording: Any) -> int:
+    """Return how often a recording, emulated or not, calls what ``cuda_graph.outside`` got."""
+    names = [getattr(part, "func", part) for part in recording._parts]
+    return sum(each is not _repeat and getattr(each, "__name__", "") != "replay" for each in names)
+
+
 class Emulated:
     """In place of ``cuda_graph.Recording``."""
 
