@@ -49,7 +49,7 @@ crash or a kill. A table of each task is in its subfolder.
     what is left and how long it takes; without --plan the study continues
 
 [bold]locoprop study --budget 12 --tasks standard,deep,wide --device cuda --together 12 --jobs 4[/bold]
-    the protocol of the paper on a GPU, 12 trials as one population, 4 populations at a time
+    the protocol of the paper on a GPU, up to 12 trials as one population, 4 at a time
 
 [bold]locoprop study --resume --out studies/mini --tasks relu --methods muon[/bold]
     one more task and one more method with the same budget
