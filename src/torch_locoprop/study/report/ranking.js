@@ -55,9 +55,9 @@ function reached(series, level) {
 
 function methodCell(series) {
   const remark = series.remark ? element("span", { class: "remark" }, series.remark) : null;
-  const [method, ...settings] = series.label.split(" ");
-  const word = element("span", { class: "word" }, method);  // no break behind its hyphen
-  const text = element("span", {}, word, ` ${settings.join(" ")} `, remark);
+  // Lines end between words, not behind the hyphen of locoprop-m or 2e-05.
+  const words = series.label.split(" ").flatMap((word) => [element("span", { class: "word" }, word), " "]);
+  const text = element("span", {}, ...words, remark);
   return element("span", { class: "named" }, swatch(series), text);
 }
 
