@@ -56,6 +56,17 @@ def test_a_member_has_the_losses_of_a_run_alone(
             assert [getattr(row, name) for row in found] == pytest.approx(expected, rel=3e-4)
 
 
+def test_layers_large_enough_for_bfloat16_have_the_precision_of_a_run_alone(tmp_path: Path) -> None:
+    draw = torch.rand(40, 160, generator=torch.Generator().manual_seed(7))
+    images = Dataset("curves", draw[:30], draw[30:], "made for tests")
+    given = RunConfig("locoprop-spectral", {"lr": 0.1}, model="160-140-3", batch_size=15, epochs=4)
+    (together,) = train_together([given], images)
+    alone = run(given, tmp_path, data=images).metrics
+    expected = [row.train_loss for row in alone]
+    assert expected[-1] < 0.99 * expected[0]
+    assert [row.train_loss for row in together] == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.skipif(not PEERS, reason="pytorch_optimizer is not installed")
 @pytest.mark.parametrize(("d", "n"), [(6, 6), (4, 6), (6, 4), (3, 8)])
 def test_soap_is_that_of_its_package(d: int, n: int) -> None:

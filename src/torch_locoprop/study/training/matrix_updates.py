@@ -21,7 +21,7 @@ from torch_locoprop.baselines.kronecker_factors import damped_factors
 from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.paper.linear_map import with_ones
-from torch_locoprop.paper.spectral import damped_inverse, equal_rows, has_fast_bf16, length
+from torch_locoprop.paper.spectral import damped_inverse, equal_rows, length
 from torch_locoprop.paper.tensors import Tensors, join, split
 from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
@@ -169,10 +169,9 @@ class Spectral(Update):
         joint = join(gradients)
         momentum = along(self.numbers["momentum"], joint)
         average = torch.lerp(joint, state.get("average", torch.zeros_like(joint)), momentum)
-        product = dispatch.product_for("bf16")  # local_products of the preset
         with matmul_precision("fp32"):
-            direction = product(torch.lerp(joint, average, momentum), state["inverse"])
-        factor = dispatch.polar(direction, torch.bfloat16 if has_fast_bf16(direction) else None)
+            direction = dispatch.product(torch.lerp(joint, average, momentum), state["inverse"])
+        factor = dispatch.polar(direction)
         lengths = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
         square = lengths.square() / factor.shape[-1]
         decay = along(self.numbers["decay"], square)
