@@ -310,6 +310,7 @@ def test_bad_options() -> None:
     recorder.remove()
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:DeprecationWarning")
 def test_transforms_of_torch_func_are_refused() -> None:
     model = network()
     recorder = InputGram(model)
@@ -321,6 +322,10 @@ def test_transforms_of_torch_func_are_refused() -> None:
     per_row = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
     with pytest.raises(RuntimeError, match="Layer '0' was called inside a transform"):
         per_row(dict(model.named_parameters()), x)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(RuntimeError, match="with a dual tensor"):
+            model(dual)
     recorder.enabled = False
     per_row(dict(model.named_parameters()), x)
 

@@ -185,10 +185,11 @@ class InputGram:
             return
         if not (self.enabled and self.is_due):
             return
-        if function_transforms.innermost() is not None:
+        if function_transforms.innermost() is not None or function_transforms.has_tangent(out):
             raise RuntimeError(
-                f"Layer {layer.name!r} was called inside a transform of torch.func, where its inputs "
-                "cannot be recorded. Set enabled = False around such calls."
+                f"Layer {layer.name!r} was called inside a transform of torch.func, or with a dual "
+                "tensor of torch.autograd.forward_ad, where its inputs cannot be recorded. Set enabled "
+                "= False around such calls."
             )
         self.count(
             module, joined_inputs(call_inputs(layer.kind.arguments, args, kwargs)), out.shape
