@@ -206,8 +206,7 @@ class LocoProp(WithParamGroups):
         """
         groups, is_planned = self._local_groups(), self._is_planned()
         self._drop_overwritten(trained)
-        if any(layer.calls and not layer.decided for layer in self._layers):
-            self._detect_transfers()
+        self._detect_transfers()
         if not is_planned:
             self._plan_again(trained)
         if any("v" in layer.needs for layer in trained):

@@ -31,6 +31,7 @@ DIVIDED = "its inputs are divided among processes: it takes BackProp steps"
 INSIDE_LOSS = "its transfer is inside the loss: pass output_transfer= or loss_fn="
 NONE_IN_LOSS = "no known transfer is inside loss_fn="
 CHANGED = "loss_fn= is not called with its output as it is: its transfer is not known"
+CHANGED_LATER = "called with different transfers in the course of time"
 NESTED = "its inputs are nested tensors: it takes BackProp steps"
 NOT_CALLED = "its forward is not called: it takes BackProp steps"
 NOT_REACHED = "no backward pass goes through its output: it takes BackProp steps"
@@ -62,6 +63,32 @@ def decide_all(
         if layer.note == INSIDE_LOSS and loss.was_unseen:
             layer.note = NONE_IN_LOSS
     return undecided
+
+
+def look_again(layers: Iterable[LayerRecord], leaves: Collection[int]) -> None:
+    """Notice that a layer has another transfer than before, or that its tensors are used elsewhere.
+
+    Args:
+        layers: all layers with a local problem, with the calls of this step.
+        leaves: ids of leaves used by operations outside of layers.
+    """
+    for layer in layers:
+        searched = all(call.searched and not call.recomputed for call in layer.calls)
+        if not (layer.calls and layer.decided and searched) or layer.compiled or layer.obstacle:
+            continue
+        if not leaves_of(layer).isdisjoint(leaves):
+            layer.obstacle = USED_ELSEWHERE
+        findings = layer.findings()
+        if layer.explicit or all(found.inside_loss for found in findings):
+            continue
+        known = {found.transfer for found in findings}
+        if layer.transfer is not None and known != {layer.transfer}:
+            layer.transfer, layer.note = None, CHANGED_LATER
+
+
+def leaves_of(layer: LayerRecord) -> set[int]:
+    """Return the ids of a layer's parameters, by which they are known in the autograd graph."""
+    return {id(p) for p in layer.tensors.values()} | layer.unsharded
 
 
 def seen_loss(
@@ -181,8 +208,7 @@ def assign_transfer(
             )
         return
     compiled = (call.compiled for call in layer.calls if call.compiled is not None)
-    own = {id(p) for p in layer.tensors.values()} | layer.unsharded
-    if not own.isdisjoint(leaves) or any(
+    if not leaves_of(layer).isdisjoint(leaves) or any(
         call.graph.uses_elsewhere(layer.module) for call in compiled
     ):
         layer.obstacle = layer.obstacle or USED_ELSEWHERE

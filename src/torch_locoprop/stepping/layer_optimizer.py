@@ -29,6 +29,7 @@ from torch_locoprop.recording.transfer_assignment import (
     contradiction,
     decide_all,
     give_transfers,
+    look_again,
     seen_loss,
 )
 from torch_locoprop.stepping import first_step
@@ -49,6 +50,8 @@ from torch_locoprop.stepping.requirements import (
 from torch_locoprop.stepping.several_processes.uneven_inputs import Joins
 from torch_locoprop.stepping.state_dicts import WithStateDict
 
+# Steps after which the next passes search for transfers again, as the model may have changed.
+_SEARCH_AGAIN = frozenset(10**k for k in range(1, 9))
 _LOOK_EVERY = 100  # steps between two reads of a GPU's skip counters, each of which is a host sync
 
 # What a copied or pickled optimizer keeps; records, hooks and CUDA graphs are made anew.
@@ -122,6 +125,7 @@ class LayerOptimizer(WithStateDict, Joins):
         anew |= self._local_groups()[0]["steps"] == 1  # the first step was measured
         if anew or not self._plan.is_required(self._layers):
             self._require_of_plan()
+        self._hooks.search.is_on |= self._searches_again
 
     def _plan_again(self, trained: Trained) -> None:
         """Plan this step again, as settings have changed since the passes recorded for it.
@@ -196,7 +200,14 @@ class LayerOptimizer(WithStateDict, Joins):
         return told_unused(self._given.settings, solver, self.defaults["solver"])
 
     def _detect_transfers(self) -> None:
-        """Read from the recorded calls which transfers follow layers that are new to the optimizer."""
+        """Read from the recorded calls which transfers follow layers that are new to the optimizer.
+
+        In a few later steps, look whether the transfers of all layers are still the same.
+        """
+        if not any(layer.calls and not layer.decided for layer in self._layers):
+            if self._hooks.search.is_on and self._searches_again:
+                look_again(self._layers, self._hooks.search.leaves)
+            return
         if self._loss.unseen is not None:
             self._loss = seen_loss(self._layers, self._loss, self._hooks.search.output_shape)
         told = contradiction(self._layers, self._loss)
@@ -207,6 +218,12 @@ class LayerOptimizer(WithStateDict, Joins):
             if not self._plan.of(layer).needs_output:
                 layer.drop_outputs()
         self._terms.inputs.clear()
+
+    @property
+    def _searches_again(self) -> bool:
+        """True if the passes of the next step search for transfers once more, outside of compilers."""
+        due = self._local_groups()[0]["steps"] in _SEARCH_AGAIN
+        return due and not self._hooks.compiled_graphs
 
     def _warn_of_added(self) -> None:
         """Warn of modules with gradients that the model did not have when the optimizer was made."""
