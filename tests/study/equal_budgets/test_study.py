@@ -158,6 +158,22 @@ def test_the_table_has_both_winners_with_their_spread(tmp_path: Path) -> None:
     assert summary.with_spread([1.0]) == "1.00"
 
 
+def test_the_table_has_the_settings_of_both_winners(tmp_path: Path) -> None:
+    own = Study(tmp_path, mini.description(2, methods=("adam",))).tasks[0]
+    for train, held_out in ((50.0, 61.0), (51.0, 60.0)):
+        (trial,) = own.next_trials()
+        result(own, trial, train, test=held_out)
+    first, second = own.content["trials"]
+    for trial in own.next_trials():
+        result(own, trial, 50.0)
+    (row,) = summary.rows(own)
+    settings, edges = row[summary.HEAD.index("settings") :]
+    by_train, by_held_out = settings.split("; by held-out: ")
+    for text, trial in ((by_train, first), (by_held_out, second)):
+        assert f"lr {trial['settings']['lr']:.4g}, momentum" in text
+    assert len(edges.split("; by held-out: ")) == 2
+
+
 def finished(folder: Path, losses: dict[str, tuple[float, float]]) -> TaskStudy:
     """A task whose methods have one trial, and these train losses at the two seeds of the winner."""
     own = Study(folder, mini.description(1, methods=tuple(losses))).tasks[0]

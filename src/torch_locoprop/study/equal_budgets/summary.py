@@ -91,7 +91,8 @@ def table(study: TaskStudy) -> str:
 
 
 def _cells(method: str, by_train: dict[str, Any], by_held_out: dict[str, Any]) -> list[str]:
-    settings = by_train["settings"].items()
+    same = by_train["trial"] == by_held_out["trial"]
+    winners = [by_train] if same else [by_train, by_held_out]
     return [
         method,
         with_spread(by_train["train"]),
@@ -99,9 +100,15 @@ def _cells(method: str, by_train: dict[str, Any], by_held_out: dict[str, Any]) -
         with_spread(by_held_out["train"]),
         with_spread(by_held_out["test"]),
         f"{by_train['seconds']:.1f}",
-        ", ".join(f"{name} {value:.4g}" for name, value in settings),
-        ", ".join(by_train["at_an_edge"]) or "none",
+        *(
+            "; by held-out: ".join(text(winner) for winner in winners)
+            for text in (_settings, lambda winner: ", ".join(winner["at_an_edge"]) or "none")
+        ),
     ]
+
+
+def _settings(winner: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:.4g}" for name, value in winner["settings"].items())
 
 
 def with_spread(losses: Sequence[float | None]) -> str:
