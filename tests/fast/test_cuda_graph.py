@@ -106,17 +106,43 @@ def test_work_outside_runs_between_two_cuda_graphs(recwarn: pytest.WarningsRecor
     assert not recwarn.list
 
 
-def test_collectives_read_copies_while_they_are_recorded() -> None:
-    """A recording that kept the inputs of a pass would make the next pass put its own elsewhere."""
-    x = torch.rand(3, 2, device=DEVICE)
-    assert collectives.fixed(x) is x
-    assert collectives.fixed(x.mT).is_contiguous()
-    recording = graphs.Recording(lambda: (collectives.fixed(x), collectives.fixed(x.mT)))
-    recording.replay()
-    for read, given in zip(recording.result, (x, x.mT), strict=True):
-        assert torch.equal(read, given)
-        assert read.is_contiguous()
-        assert read.data_ptr() != x.data_ptr()
+def test_recorded_collectives_get_buffers_that_do_not_grow_in_number() -> None:
+    """Tensors of the passes, and most of the recording's own, would be held in memory otherwise."""
+    x, seen = torch.rand(3, 2, device=DEVICE), []
+
+    def doubled(result: Tensor, given: Tensor) -> None:
+        seen.append((result.data_ptr(), given.data_ptr(), given.is_contiguous()))
+        result.copy_(2 * given)
+
+    def negated(result: Tensor) -> None:
+        seen.append((result.data_ptr(), 0, result.is_contiguous()))
+        result.neg_()
+
+    def work() -> tuple[Tensor, ...]:
+        first = collectives.called(doubled, torch.empty_like(x), x)
+        second = collectives.called(doubled, torch.empty_like(x), first + 1)
+        third = collectives.called(doubled, x.new_empty(2, 3), x.mT)
+        return first, second, third, collectives.called(negated, x + 2)
+
+    def check(results: tuple[Tensor, ...]) -> None:
+        for found, expected in zip(results, (2 * x, 4 * x + 2, 2 * x.mT, -x - 2), strict=True):
+            assert torch.equal(found, expected)
+
+    check(work())
+    assert len({place for place, *_ in seen}) == 4
+    assert seen[0][1] == x.data_ptr()
+    assert all(is_contiguous for *_, is_contiguous in seen)
+    seen.clear()
+    recording = graphs.Recording(work)
+    assert not seen
+    for _ in range(2):
+        x.copy_(torch.rand(3, 2))
+        recording.replay()
+        check(recording.result)
+    assert seen[:4] == seen[4:]
+    assert seen[0][:2] == seen[1][:2] != seen[2][:2]
+    assert seen[3][0] == seen[0][0]
+    assert x.data_ptr() not in {place for each in seen for place in each[:2]}
 
 
 def test_a_recording_that_fails_has_run_nothing() -> None:

@@ -1,12 +1,12 @@
 """The collectives of local problems, also with tensors of unequal numbers of rows.
 
-The part of a step that CUDA graphs may replay calls its collectives here, outside of CUDA graphs
-(:func:`torch_locoprop.fast.cuda_graph.outside`). Replays call them again, with the same tensors.
+The part of a step that CUDA graphs may replay calls its collectives by :func:`called`, outside of CUDA
+graphs. Replays call them again, with the same tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,20 +30,31 @@ def row_counts(d: int, processes: int) -> list[int]:
     return [min(most, max(d - rank * most, 0)) for rank in range(processes)]
 
 
-def fixed(tensor: Tensor) -> Tensor:
-    """Return a tensor for a collective to read: contiguous and, while a CUDA graph is recorded, a copy.
+def called(collective: Callable[..., object], result: Tensor, *given: Tensor) -> Tensor:
+    """Call ``collective(result, *given)``, and return the result.
 
-    The recording keeps the copy. If it kept the inputs and gradients of a pass, the next pass could not
-    put its own at the same addresses.
+    While a CUDA graph is recorded, the collective gets buffers. A recording keeps the tensors of its
+    collectives: if these were inputs or gradients of a pass, the next pass could not put its own at the
+    same addresses.
+
+    Args:
+        collective: writes ``result``, from ``given`` or in place.
+        result: a contiguous tensor.
+        given: tensors that the collective reads.
     """
-    if graphs.is_recording():
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()
+    if not graphs.is_divisible():
+        collective(result, *(tensor.contiguous() for tensor in given))
+        return result
+    written, *read = (graphs.buffer(tensor, i) for i, tensor in enumerate((result, *given)))
+    for buffer, tensor in zip(read or [written], given or [result], strict=True):
+        buffer.copy_(tensor)
+    graphs.outside(partial(collective, written, *read))
+    return result.copy_(written)
 
 
 def add_up(tensor: Tensor, group: Any) -> None:
     """Replace a contiguous tensor, in place, by its sum over all processes of a group."""
-    graphs.outside(partial(distributed.all_reduce, tensor, group=group))
+    called(partial(distributed.all_reduce, group=group), tensor)
 
 
 def of_all(groups: Sequence[Any], tensor: Tensor) -> Tensor:
@@ -63,9 +74,7 @@ def gathered(tensor: Tensor, group: Any) -> Tensor:
     """Return the tensors ``[r, ...]``, of one shape, of all processes of a group, as one tensor."""
     rows, *rest = tensor.shape
     found = tensor.new_empty(rows * distributed.get_world_size(group), *rest)
-    if found.numel() > 0:
-        graphs.outside(partial(_all_gather, found, fixed(tensor), group=group))
-    return found
+    return called(partial(_all_gather, group=group), found, tensor) if found.numel() > 0 else found
 
 
 def padded_to(rows: Tensor, count: int) -> Tensor:
@@ -79,8 +88,7 @@ def scattered_sum(tensor: Tensor, group: Any) -> Tensor:
     """Return this process's part of the sum of tensors ``[processes · r, ...]``: ``[r, ...]``."""
     rows, *rest = tensor.shape
     found = tensor.new_empty(rows // distributed.get_world_size(group), *rest)
-    graphs.outside(partial(_reduce_scatter, found, fixed(tensor), group=group))
-    return found
+    return called(partial(_reduce_scatter, group=group), found, tensor)
 
 
 def exchanged(parts: Tensor, sent: Sequence[int], taken: Sequence[int], group: Any) -> Tensor:
@@ -92,7 +100,8 @@ def exchanged(parts: Tensor, sent: Sequence[int], taken: Sequence[int], group: A
         taken: the size of the part from each process.
         group: the process group.
     """
-    found, sizes = parts.new_empty(sum(taken)), (list(taken), list(sent))
-    exchange = partial(distributed.all_to_all_single, found, fixed(parts), *sizes, group=group)
-    graphs.outside(exchange)
-    return found
+
+    def exchange(result: Tensor, given: Tensor) -> None:
+        distributed.all_to_all_single(result, given, list(taken), list(sent), group=group)
+
+    return called(exchange, parts.new_empty(sum(taken)), parts)

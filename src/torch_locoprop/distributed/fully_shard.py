@@ -24,14 +24,13 @@ from torch import Tensor, nn
 
 from torch_locoprop.distributed.collectives import (
     add_up,
-    fixed,
+    called,
     gathered,
     of_all,
     padded_to,
     row_counts,
     scattered_sum,
 )
-from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.layers.base import is_distributed
 
 NAMES = ("weight", "bias")
@@ -321,11 +320,11 @@ def full(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     given: Any = tensor
-    own, mesh, placements = fixed(local(tensor)), given.device_mesh, given.placements
-    shape, stride = given.shape, given.stride()
-    sharded: Any = DTensor.from_local(
-        own, mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-    whole = own.new_empty(tensor.shape)
-    graphs.outside(lambda: whole.copy_(sharded.full_tensor()))
-    return whole
+    own, mesh, placements = local(tensor), given.device_mesh, given.placements
+    layout = {"shape": given.shape, "stride": given.stride()}
+
+    def gather(whole: Tensor, part: Tensor) -> None:
+        sharded: Any = DTensor.from_local(part, mesh, placements, run_check=False, **layout)
+        whole.copy_(sharded.full_tensor())
+
+    return called(gather, own.new_empty(tensor.shape), own)

@@ -51,7 +51,14 @@ MAX_RECORDINGS_IN_PLACE = 4
 MAX_KINDS = 4
 
 
-_recorded = threading.local()  # .split of a thread that records: the function of `capture`
+class _Recorded(threading.local):
+    """What a thread records at the moment."""
+
+    split: Callable[[Part], None] | None = None  # the function of `capture`
+    buffers: dict[object, Tensor]  # those of `buffer`
+
+
+_recorded = _Recorded()
 
 
 def outside(work: Part) -> None:
@@ -64,22 +71,41 @@ def outside(work: Part) -> None:
         work: reads and writes the same tensors in every call. It is kept as long as the recording, and
             so are these tensors.
     """
-    split = getattr(_recorded, "split", None)
-    if split is None:
+    if _recorded.split is None:
         work()
     else:
-        split(work)
+        _recorded.split(work)
+
+
+def is_divisible() -> bool:
+    """Return True while this thread makes a :class:`Recording`, which :func:`outside` divides."""
+    return _recorded.split is not None
+
+
+def buffer(like: Tensor, number: int) -> Tensor:
+    """Return a contiguous tensor for work outside of CUDA graphs, which the present recording keeps.
+
+    All tensors of one shape share a buffer. So what a recording keeps does not grow with the number of
+    collectives, and memory of the tensors themselves is free for others as in an eager step.
+
+    Args:
+        like: a tensor of the same shape, dtype and device.
+        number: tells apart the buffers of one piece of work.
+    """
+    key = number, like.shape, like.dtype, like.device
+    if key not in _recorded.buffers:
+        _recorded.buffers[key] = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return _recorded.buffers[key]
 
 
 @contextmanager
 def split_by(split: Callable[[Part], None]) -> Iterator[None]:
     """Let :func:`outside` call ``split`` in this thread, inside the context."""
-    before = getattr(_recorded, "split", None)
-    _recorded.split = split
+    _recorded.split, _recorded.buffers = split, {}
     try:
         yield
     finally:
-        _recorded.split = before
+        _recorded.split, _recorded.buffers = None, {}
 
 
 class Recording(Generic[T]):
