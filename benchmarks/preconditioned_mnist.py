@@ -46,7 +46,7 @@ from torch_locoprop.solvers.base import Numbers, States
 from torch_locoprop.solvers.spectral import Direction
 from torch_locoprop.study.data import datasets
 from torch_locoprop.study.machine import environment, matmul_precision
-from torch_locoprop.study.methods.record import Method, register
+from torch_locoprop.study.methods.record import Method, names, register
 from torch_locoprop.study.models.autoencoder import reconstruction_loss
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import run
@@ -164,7 +164,10 @@ def build(model: nn.Module, settings: Mapping[str, Any]) -> Optimizer:
     )
 
 
-register(Method(NAME, build, SETTINGS, "not tuned", label="LocoProp-M preconditioned"))
+def add_method() -> None:
+    """Add the method to the study in this process; not on import, for tests list all methods."""
+    if NAME not in names():
+        register(Method(NAME, build, SETTINGS, "not tuned", label="LocoProp-M preconditioned"))
 
 
 def trial(form: str, T: int, **more: Any) -> dict[str, Any]:
@@ -215,6 +218,7 @@ def key_of(settings: Mapping[str, Any]) -> str:
 def work(jobs: Any, results: Any, deadline: float) -> None:
     """Train the configurations of a queue until it is empty or the time is over."""
     torch.set_num_threads(1)
+    add_method()
     while time.time() < deadline:
         try:
             name, values, folder = jobs.get_nowait()
@@ -273,6 +277,7 @@ def train_all(
 
 def step_milliseconds(values: dict[str, Any]) -> float:
     """Return the milliseconds of a step of a configuration alone, as one CUDA graph on a GPU."""
+    add_method()
     config = RunConfig(**values)
     images = datasets.load(config.dataset).train[: config.batch_size].to(config.device)
     with matmul_precision(config.precision):
