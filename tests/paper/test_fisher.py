@@ -11,6 +11,8 @@ from torch_locoprop import LocoProp, Variant
 from torch_locoprop.paper import transfers
 from torch_locoprop.paper.fisher import (
     cholesky,
+    cholesky_inverse,
+    cholesky_solve,
     damped,
     damped_solve,
     sampled_output_gradient,
@@ -253,3 +255,20 @@ def test_the_mean_of_more_rows_than_the_largest_float16() -> None:
     assert found.dtype == torch.float16
     expected = rows.double().mT @ rows.double() / 70_000
     torch.testing.assert_close(found.double(), expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_solutions_by_a_cholesky_factor(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    root = torch.randn(*leading, 5, 9, dtype=torch.float64)
+    factor = torch.linalg.cholesky(root @ root.mT + torch.eye(5).double()).to(dtype)
+    right = torch.randn(*leading, 5, 4, dtype=torch.float64).to(dtype)
+    matrix = factor.double() @ factor.double().mT
+    rough = 30 * torch.finfo(dtype).eps
+    for found, expected in (
+        (cholesky_solve(factor, right), torch.linalg.solve(matrix, right.double())),
+        (cholesky_inverse(factor), torch.linalg.inv(matrix)),
+    ):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=rough, atol=rough)

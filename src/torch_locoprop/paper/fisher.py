@@ -130,5 +130,19 @@ def cholesky(matrix: Tensor, *, well_posed: bool = False) -> Tensor:
 
 def cholesky_solve(factor: Tensor, right: Tensor) -> Tensor:
     """Return ``(L Lᵀ)⁻¹ R`` for the lower factor L, ``[..., d, d]``, and R, ``[..., d, n]``."""
-    solution = torch.cholesky_solve(at_least_float32(right), at_least_float32(factor))
+    lower, given = at_least_float32(factor), at_least_float32(right)
+    if lower.dim() == 2:
+        return torch.cholesky_solve(given, lower).to(right.dtype)
+    # On a GPU torch.cholesky_solve takes stacked matrices by MAGMA, which no CUDA graph can record.
+    inner = torch.linalg.solve_triangular(lower, given, upper=False)
+    solution: Tensor = torch.linalg.solve_triangular(lower.mT, inner, upper=True)
     return solution.to(right.dtype)
+
+
+def cholesky_inverse(factor: Tensor) -> Tensor:
+    """Return ``(L Lᵀ)⁻¹`` for the lower factor L, ``[..., d, d]``."""
+    lower = at_least_float32(factor)
+    if lower.dim() == 2:
+        return torch.cholesky_inverse(lower).to(factor.dtype)
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+    return cholesky_solve(lower, eye.expand_as(lower)).to(factor.dtype)

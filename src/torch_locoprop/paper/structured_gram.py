@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from torch_locoprop.paper.fisher import cholesky, cholesky_solve, relative_damping
+from torch_locoprop.paper.fisher import cholesky, cholesky_inverse, cholesky_solve, relative_damping
 from torch_locoprop.paper.gram import FULL, Gram, Structure, full_products, in_dtype_of
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse
@@ -30,7 +30,6 @@ from torch_locoprop.paper.tensors import (
     Number,
     Product,
     Tensors,
-    at_least_float32,
     join,
     split,
 )
@@ -140,7 +139,7 @@ class StructuredGram:
         if self.structure == "diagonal":
             return 1 / system
         factor = cholesky(system, well_posed=well_posed)
-        return torch.cholesky_inverse(at_least_float32(factor)).to(system.dtype)
+        return cholesky_inverse(factor)
 
     def _system(self, shift: Tensor, scale: Number) -> Tensor:
         """Return ``shift · I + scale · C`` in the structure of C."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch_locoprop.paper.closed_form import eigh, implicit_step, sylvester, sylvester_in_basis
 from torch_locoprop.paper.fisher import (
     cholesky,
+    cholesky_inverse,
     cholesky_solve,
     damped,
     is_well_posed,
@@ -27,7 +28,6 @@ from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.tensors import (
     Number,
     Tensors,
-    at_least_float32,
     join,
     split,
     spread,
@@ -167,7 +167,7 @@ class Exact(Solver):
                 if self.every == 1:
                     return -eta * cholesky_solve(factor, gradient.mT).mT, kept
                 # The next steps take one product with the inverse: triangular solves are slow on a GPU.
-                kept["inverse"] = torch.cholesky_inverse(at_least_float32(factor)).to(gram.dtype)
+                kept["inverse"] = cholesky_inverse(factor)
             else:
                 kept["inverse"] = state["inverse"]
             return -eta * gradient @ kept["inverse"], kept
