@@ -27,9 +27,10 @@ import test_tensor_parallel as tensor_parallel
 import torch
 from emulated_graphs import emulate
 from one_process import DEVICE, NEAR, check_recorded, distance, exactly
-from sharded_cases import Case, make_optimizer, network, sharded, whole_tensors
+from sharded_cases import Case, make_optimizer, network, sharded
 from test_recorded_steps import NINE, RENEWED, UNDER_DDP, Loop, loop_of, steps_of
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing import spawn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -45,6 +46,20 @@ ALTERNATING = Loop(
     14, passes=2, parts=lambda step, rank: 0.25 if rank == 1 and step in (7, 9, 13) else 0.5
 )
 Compared = Iterator[tuple[Tensor, Tensor, Tensor]]
+
+
+def whole_tensors(model: nn.Module) -> list[Tensor]:
+    """Return all parameters, gathered through the host: gloo's own gathering of DTensors crashed."""
+    return [_whole(p.detach()) for p in model.parameters()]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    (placement,), parts = tensor.placements, [torch.empty(0)] * WORLD
+    distributed.all_gather_object(parts, tensor.to_local().cpu())
+    whole = torch.cat(parts, placement.dim) if placement.is_shard() else parts[0]
+    return whole.to(tensor.device)
 
 
 def trained(case: Case, loop: Loop, rank: int, world: int, wrap: Callable[[Any], Any]) -> Any:
