@@ -1,5 +1,6 @@
 """The key of a CUDA graph contains every setting, so that no change replays stale work."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -298,3 +299,20 @@ def test_more_entries_of_a_state_are_another_key() -> None:
     state.update(("renamed" if i == 0 else name, entry) for i, (name, entry) in enumerate(entries))
     after = described(opt).key
     assert before != after
+
+
+@pytest.mark.parametrize("settings", [{}, {"preset": "spectral"}])
+def test_a_step_of_which_rows_are_not_known_is_another_key(settings: dict[str, Any]) -> None:
+    """It is a BackProp step, which a recording of ordinary steps must not replace, nor the reverse."""
+    model, opt = after_steps(1, **settings)
+    ordinary = described(opt).key
+    merged = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    model(batch(8, 6, seed=1)).sum().backward()
+    for p, gradient in zip(model.parameters(), merged, strict=True):
+        p.grad = gradient
+    assert described(opt).key == ordinary
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        opt._drop_overwritten({layer: layer.with_gradient for layer in opt._layers})
+    assert described(opt).key != ordinary

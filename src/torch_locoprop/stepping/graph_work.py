@@ -71,7 +71,8 @@ def work_of(
     for layer, own in trained.items():
         if layer.needs - {"g_norm"} or not layer.calls:
             return None
-        key += (layer.name, *own, *layer.role, layer.counts.get(MISSED), layer.shared_facts)
+        key += (layer.name, *own, *layer.role, layer.lacks_rows)
+        key += (layer.counts.get(MISSED), layer.shared_facts)
         for call in layer.calls:
             read = _inputs(call)
             key += (call.shape, None if call.kept is None else len(call.kept), len(read))
