@@ -34,9 +34,10 @@ UseOfRows = Callable[["LayerRecord", Collection[str]], RowUse | None]
 
 # Why the gradients of a layer are of more rows than those that are recorded: ends of sentences.
 MERGED = (
-    "were taken out of p.grad after a backward pass, and others were put in before step(), as PCGrad "
-    "and hooks for main_grad do. Only the rows of the last backward pass are known, so such a layer "
-    "takes a BackProp step. Let gradients accumulate in p.grad."
+    "were taken out of p.grad or set to zero after a backward pass, and others were put in before "
+    "step(), as PCGrad and hooks for main_grad do. They may be of several backward passes, and only "
+    "the rows of the last one are known, so such a layer takes a BackProp step. Let gradients "
+    "accumulate in p.grad, and scale them in place, as p.grad.mul_(factor) does."
 )
 LOST = (
     "come in part from a forward pass before the last step, whose inputs are not kept any more. Such a "

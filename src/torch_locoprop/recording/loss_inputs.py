@@ -32,7 +32,7 @@ _MOVES = {
 
 
 class LossInputs:
-    """The layers whose outputs a loss module was called with since the last step.
+    """The layers whose outputs a loss module was called with since transfers were last assigned.
 
     Copies and reloads of this object watch nothing.
 
@@ -55,7 +55,7 @@ class LossInputs:
         return LossInputs, ()
 
     def clear(self) -> None:
-        """Forget all calls, after a step."""
+        """Forget all calls, after a step that has assigned transfers."""
         self._shapes: weakref.WeakKeyDictionary[Mark, torch.Size] = weakref.WeakKeyDictionary()
         self._was_called = False
         self._is_known = True  # no call had an argument that code other than PyTorch's computes
