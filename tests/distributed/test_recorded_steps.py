@@ -283,6 +283,8 @@ def test_each_process_calls_the_same_collectives(
         assert (run.replays > 0) == loop.cuda_graph(rank)
         same(run, wanted)
     assert called[0] == called[1]
+    if not is_sharded:
+        assert all(map(torch.equal, runs[0].weights, runs[1].weights))
     assert len(called[0]) > 2 * loop.steps
     # For the other cases the shapes of one process decide what all of them keep.
     if name.startswith("one") and ("shapes" not in name or case == "M, rows"):
