@@ -5,6 +5,7 @@ The CUDA graphs are those of ``emulated_graphs.py``. More cases are in ``test_re
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +18,7 @@ import torch
 from emulated_graphs import emulate
 from sharded_cases import Case, M, make_optimizer, network, sharded, whole_tensors
 from test_recorded_steps import CASES, NINE, RENEWED, Loop, alone, replays, steps_of
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 from traffic import Counted, check_counts
 
@@ -62,8 +63,30 @@ def _in_a_process(rank: int, folder: Path, world: int, names: list[str]) -> None
                 model, opt = test_join.train_unevenly(test_join.CASES[name], rank, BATCHES)
                 _check_replays(opt)
                 found[f"joined, {name}"] = whole_tensors(model)
+        _go_on_in_another_group(rank, folder, world, found)
     if rank == 0:
         torch.save(found, folder / "found.pt")
+
+
+def _go_on_in_another_group(
+    rank: int, folder: Path, world: int, found: dict[str, list[Tensor]]
+) -> None:
+    """Make the process group anew between steps, also for a mesh that exists; one process replays."""
+    model, case = network(CASES["M"].model), CASES["M"]
+    sharded(case, model)
+    opt = make_optimizer(case, model)
+    steps_of(case, Loop(NINE), model, opt, rank, world)
+    _check_replays(opt)
+    gc.collect()
+    distributed.destroy_process_group()
+    again = folder / "again"
+    again.mkdir(exist_ok=True)
+    processes.join_group(rank, world, again)
+    if rank == 1:
+        opt._graphs.forget()
+    steps_of(case, Loop(NINE), model, opt, rank, world, first=NINE)
+    _check_replays(opt)
+    found["another group"] = whole_tensors(model)
 
 
 def _check_replays(opt: LocoProp) -> None:
@@ -112,7 +135,7 @@ def test_two_processes_are_one_process(names: list[str], tmp_path: Path) -> None
     processes.run(_in_a_process, 2, tmp_path, 2, names)
     found = torch.load(tmp_path / "found.pt")
     joined = JOINED if len(names) > 1 else ()
-    assert len(found) == 2 * len(names) + len(of_parallel(names)) + len(joined)
+    assert len(found) == 2 * len(names) + len(of_parallel(names)) + len(joined) + bool(joined)
     for name in names:
         for is_sharded in (False, True):
             expected = alone(CASES[name], Loop(NAMES[name]))[0]
@@ -125,6 +148,8 @@ def test_two_processes_are_one_process(names: list[str], tmp_path: Path) -> None
         for name in joined:
             alone_with_all = test_join.in_one_process(test_join.CASES[name])
             _compare(found[f"joined, {name}"], alone_with_all)
+    if joined:
+        _compare(found["another group"], alone(CASES["M"], Loop(2 * NINE))[0])
 
 
 def _compare(found: list[Tensor], expected: list[Tensor]) -> None:

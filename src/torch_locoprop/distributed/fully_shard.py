@@ -253,6 +253,7 @@ class SharedShardFacts:
     all_have_rows: bool  # every process has rows and the same role of the layer
     some_have_gram: bool  # at least one process keeps XᵀX in place of its rows
     begins: tuple[int, ...]  # ShardFacts.begins of each process
+    groups: tuple[Any, ...] = ()  # the process groups of the mesh; a mesh may get new ones
 
     @property
     def processes(self) -> int:
@@ -292,7 +293,8 @@ def agree(
     """
     own = [number for layer in layers for number in (*layer[:5], zlib.crc32(layer.role.encode()))]
     numbers = torch.tensor([*own, terms], dtype=torch.float64, device=device)
-    known = of_all(shards[0].mesh.get_all_groups(), numbers).tolist()
+    groups = tuple(shards[0].mesh.get_all_groups())
+    known = of_all(groups, numbers).tolist()
     found = []
     for i, own_shards in enumerate(shards):
         begins, rows, kept, have, grams, roles = zip(
@@ -300,7 +302,8 @@ def agree(
         )
         of_each = tuple((int(rows[j]), int(kept[j])) for j in own_shards.data_ranks)
         together = all(have) and len(set(roles)) == 1
-        found.append(SharedShardFacts(of_each, together, any(grams), tuple(map(int, begins))))
+        numbers_of_passes = tuple(map(int, begins))
+        found.append(SharedShardFacts(of_each, together, any(grams), numbers_of_passes, groups))
     return found, sum(each[-1] for each in known) / len(known)
 
 
