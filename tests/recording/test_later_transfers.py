@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from torch_locoprop import LocoProp
 from torch_locoprop.recording.transfer_assignment import CHANGED_LATER, USED_ELSEWHERE
@@ -131,3 +132,25 @@ def test_models_that_stay_are_not_changed(settings: dict[str, Any]) -> None:
         assert all(each == notes[0] for each in notes)
         found.append(weights(model))
     assert_close(*found, 0.0)
+
+
+def test_calls_that_are_checkpointed_later_are_not_taken_for_other_transfers() -> None:
+    class Twice(Annealed):
+        again = False
+
+        def part(self, x: Tensor) -> Tensor:
+            return F.leaky_relu(self.body(x), self.slope)
+
+        def forward(self, x: Tensor) -> Tensor:
+            other = checkpoint(self.part, x, use_reentrant=True) if self.again else self.part(x)
+            return self.head(self.part(x) + other)  # type: ignore[no-any-return]
+
+    model = Twice().double()
+    opt = LocoProp(model, **M)
+    for number in range(12):
+        model.again = number > 8
+        cross_entropy(model(X.clone().requires_grad_()), Y).backward()
+        opt.step()
+        opt.zero_grad()
+        assert opt._layers[0].transfer is not None
+        assert not opt._layers[0].note

@@ -175,3 +175,24 @@ def test_a_second_pass_through_an_earlier_step() -> None:
             optimizer.step()
             optimizer.zero_grad()
         assert_close(weights(model), weights(twin))
+
+
+def test_a_layer_with_nothing_but_an_earlier_pass() -> None:
+    """The others have local problems; one warning names the layer and the reason."""
+    model = network(sizes=(6, 5, 3))
+    opt = LocoProp(model, output_transfer="sigmoid", local_steps=4, **S)
+    first, transfer, last = model
+    x, y = PARTS[0]
+    h = transfer(first(x))
+    cross_entropy(last(h), y).backward(retain_graph=True)
+    opt.step()
+    opt.zero_grad()
+    before = weights(model)
+    cross_entropy(last(h), y).backward()
+    plain = [b - 0.2 * p.grad for b, p in zip(before, model.parameters(), strict=True)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        opt.step()
+    assert ["gradients of '0' come in part" in str(w.message) for w in caught] == [True]
+    assert_close(weights(first), plain[:2])
+    assert (last.weight - plain[2]).norm() > 1e-3 * (plain[2] - before[2]).norm()
