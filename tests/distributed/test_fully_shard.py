@@ -44,7 +44,10 @@ from torch_locoprop.stepping.several_processes.layer_part import EXCHANGES_WEIGH
 VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # Cases on a mesh that replicates the shards (HSDP).
-REPLICATED = ("M", "S", "default", "softmax", "uneven", "uneven, convolution", "gate and cap")
+REPLICATED = (
+    *("M", "S", "closed form", "default", "spectral", "outer", "softmax", "gate and cap"),
+    *("uneven", "uneven, convolution"),
+)
 
 # Cases in which dense layers exchange weights in each iteration, whatever that costs.
 EXCHANGED = (
