@@ -50,6 +50,7 @@ def test_an_inverse_from_a_cholesky_factor(
     strip: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_spectral, "STRIP", strip)
+    monkeypatch.setattr(cuda_spectral, "LARGEST", strip)
     rows = drawn(*shape, 20)
     matrix = rows @ rows.mT
     found = cuda_spectral.inverse(torch.linalg.cholesky(matrix))
@@ -156,6 +157,7 @@ def test_the_inverse_of_a_triangular_matrix(
     strip: int, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_spectral, "STRIP", strip)
+    monkeypatch.setattr(cuda_spectral, "LARGEST", strip)
     factor = drawn(*shape, shape[-1]).tril() + 5 * torch.eye(shape[-1], dtype=torch.float64)
     found = cuda_spectral.triangular_inverse(factor)
     assert not found.triu(1).any()

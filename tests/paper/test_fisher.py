@@ -8,7 +8,7 @@ from cases import assert_close, batch, cross_entropy, network, weights
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp, Variant
-from torch_locoprop.paper import transfers
+from torch_locoprop.paper import fisher, transfers
 from torch_locoprop.paper.fisher import (
     cholesky,
     cholesky_inverse,
@@ -259,7 +259,11 @@ def test_the_mean_of_more_rows_than_the_largest_float16() -> None:
 
 @pytest.mark.parametrize("leading", [(), (3,), (2, 3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_solutions_by_a_cholesky_factor(leading: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("largest", [1, 2, 512])
+def test_solutions_by_a_cholesky_factor(
+    leading: tuple[int, ...], dtype: torch.dtype, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fisher, "LARGEST", largest)
     torch.manual_seed(0)
     root = torch.randn(*leading, 5, 9, dtype=torch.float64)
     factor = torch.linalg.cholesky(root @ root.mT + torch.eye(5).double()).to(dtype)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torch_locoprop.paper import spectral
+from torch_locoprop.paper.fisher import LARGEST
 from torch_locoprop.paper.gram import full_products
 
 MULTIPLE = 16  # rows and columns are padded to multiples of it; 64 is not faster
@@ -104,7 +105,7 @@ def triangular_inverse(factor: Tensor) -> Tensor:
         factor: L, lower triangular, ``[..., n, n]``.
     """
     n = factor.shape[-1]
-    if n <= STRIP:
+    if n <= (STRIP if factor.dim() == 2 else LARGEST):
         eye = torch.eye(n, dtype=factor.dtype, device=factor.device)
         solved: Tensor = torch.linalg.solve_triangular(factor, eye, upper=False)
         return solved

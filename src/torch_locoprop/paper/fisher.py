@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from torch_locoprop.paper.gram import gram_dtype
+from torch_locoprop.paper.gram import full_products, gram_dtype
 from torch_locoprop.paper.tensors import at_least_float32, holds
 from torch_locoprop.paper.transfers import Transfer
 
 # Output transfers that define a predictive distribution: Bernoulli, categorical, Gaussian.
 PREDICTIVE = ("sigmoid", "softmax", "linear")
+LARGEST = 512  # rows of stacked triangular matrices up to which PyTorch solves without MAGMA
 
 
 def sampled_output_gradient(transfer: Transfer, a: Tensor, generator: Generator) -> Tensor:
@@ -133,10 +134,29 @@ def cholesky_solve(factor: Tensor, right: Tensor) -> Tensor:
     lower, given = at_least_float32(factor), at_least_float32(right)
     if lower.dim() == 2:
         return torch.cholesky_solve(given, lower).to(right.dtype)
-    # On a GPU torch.cholesky_solve takes stacked matrices by MAGMA, which no CUDA graph can record.
-    inner = torch.linalg.solve_triangular(lower, given, upper=False)
-    solution: Tensor = torch.linalg.solve_triangular(lower.mT, inner, upper=True)
-    return solution.to(right.dtype)
+    with full_products(lower):
+        inner = solve_lower(lower, given)
+        return solve_lower(lower.flip(-2, -1).mT, inner.flip(-2)).flip(-2).to(right.dtype)
+
+
+def solve_lower(lower: Tensor, right: Tensor) -> Tensor:
+    """Return ``L⁻¹ R`` for stacked lower triangular L, by operations that a CUDA graph can record.
+
+    On a GPU ``torch.cholesky_solve`` of stacked matrices uses MAGMA, which cannot be recorded, and so
+    does ``solve_triangular`` of many large ones. So large ones are solved by their halves.
+
+    Args:
+        lower: L, ``[..., d, d]``.
+        right: R, ``[..., d, n]``.
+    """
+    d = lower.shape[-1]
+    if d <= LARGEST:
+        found: Tensor = torch.linalg.solve_triangular(lower, right, upper=False)
+        return found
+    half = d // 2
+    first = solve_lower(lower[..., :half, :half], right[..., :half, :])
+    rest = right[..., half:, :] - lower[..., half:, :half] @ first
+    return torch.cat([first, solve_lower(lower[..., half:, half:], rest)], dim=-2)
 
 
 def cholesky_inverse(factor: Tensor) -> Tensor:
