@@ -36,11 +36,8 @@ def product(left: Tensor, right: Tensor) -> Tensor:
     d, m = left.shape[-2], right.shape[-1]
     coarse, fine = _split(padded(left))
     other_coarse, other_fine = _split(padded(right))
-    factors = (
-        (coarse, other_fine),
-        (fine, other_coarse),
-        (coarse, other_coarse),
-    )  # small terms first
+    # The small terms come first, so that their sum is not rounded to the digits of the large one.
+    factors = (coarse, other_fine), (fine, other_coarse), (coarse, other_coarse)
     if coarse.dim() == 2:
         found = torch.mm(*factors[0], out_dtype=torch.float32)
         for pair in factors[1:]:
