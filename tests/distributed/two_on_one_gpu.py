@@ -5,10 +5,11 @@
 NCCL refuses two processes on one GPU. Gloo copies tensors of a GPU through the host; where it does not
 know a collective on a GPU, the copies are made here. PyTorch 2.11 crashes where it waits for gloo in
 ``DTensor.full_tensor`` and in tensor parallelism. So DTensors are gathered through the host too, and
-the cases with tensor parallelism run without a GPU only (with NCCL they are in ``one_process.py``). Prints a line for each case, with the distance of
-the weights from those of one process, relative to the way that these moved. Goes on after a case that
-fails in both processes, and ends with 1 if one did. Without a GPU the CUDA graphs are those of
-``emulated_graphs.py``.
+the cases with tensor parallelism run without a GPU only (``one_process.py`` has them with NCCL).
+
+Prints a line for each case, with the distance of the weights from those of one process, relative to the
+way that these moved. Goes on after a case that fails in both processes, and ends with 1 if one did.
+Without a GPU the CUDA graphs are those of ``emulated_graphs.py``.
 """
 
 from __future__ import annotations
