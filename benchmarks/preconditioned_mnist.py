@@ -15,17 +15,28 @@ First every setting of `TRIALS` runs for `--trial-epochs`, beside the spectral s
 RMSProp. Then the best one runs for `--epochs` and for `--short-epochs` at three seeds, and the best of
 each other form and variant at one. Last, the time of a step alone is measured, as one CUDA graph. Runs
 are folders of the study; `summary.json` has all losses and times.
+
+One iteration can do without its check (`check=False`): the average and the division by rows decide how
+long a step is. It is then one product of the gradient with the inverse. The slopes h are averaged and
+renewed together with C, so that steps between two renewals need no rows. With `rows`, γ and the part
+of h that does not change have no effect. These runs alone, beside LocoProp-M with RMSProp, and the
+seconds that the steps of a run take:
+
+    python -m benchmarks.preconditioned_mnist --device cuda --precision tf32 --only unchecked \\
+        --processes 10 --out FOLDER
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import queue
+import statistics
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,9 +49,11 @@ from benchmarks.clock import milliseconds
 from benchmarks.options import add_options
 from torch_locoprop import LocoProp, TrainingStep
 from torch_locoprop.fast import dispatch
+from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
+from torch_locoprop.paper.preconditioning import preconditioned
 from torch_locoprop.paper.spectral import has_fast_bf16
-from torch_locoprop.paper.tensors import Tensors, join, split, spread
+from torch_locoprop.paper.tensors import Tensors, at_least_float32, join, split, spread
 from torch_locoprop.solvers import Preconditioned, Spectral
 from torch_locoprop.solvers.base import Numbers, States
 from torch_locoprop.solvers.spectral import Direction
@@ -65,12 +78,14 @@ class Averaged(Preconditioned):
         across: weight of the past in the average of displacements.
         every: number of steps between two renewals of C.
         averaging: weight of the past in the running average of C, at each renewal.
+        check: False takes one iteration at its full length, with slopes that are averaged as C is.
     """
 
     form: str = "plain"
     across: float = 0.9
     every: int = 10
     averaging: float = 0.8
+    check: bool = True
     stateless = False
     ignores = frozenset({"momentum", "eps", "local_decay"})
 
@@ -84,12 +99,15 @@ class Averaged(Preconditioned):
     ) -> tuple[Tensors, States]:
         state = dict(states["weight"])
         if self.renews(problem.number) or "inverse" not in state:
-            square = self.square(problem)
-            past = state.get("gram")
-            state["gram"] = square if past is None else torch.lerp(square, past, self.averaging)
+            for name, entry in self._renewed(problem).items():
+                past = state.get(name)
+                state[name] = entry if past is None else torch.lerp(entry, past, self.averaging)
             state["inverse"] = self.inverse(state["gram"], dispatch.inverse)
-        moved = self.displacement(problem, state["inverse"], local_steps, dispatch.product)
-        past = state.get("average", torch.zeros_like(moved))
+        if self.check:
+            moved = self.displacement(problem, state["inverse"], local_steps, dispatch.product)
+        else:
+            moved = self._full_step(problem, state)
+        past = state["average"] if "average" in state else torch.zeros_like(moved)
         state["average"] = torch.lerp(moved, past, self.across)
         found = torch.lerp(moved, state["average"], self.across)
         if self.form == "polar":
@@ -98,12 +116,29 @@ class Averaged(Preconditioned):
             square = moved.square().mean(-1, keepdim=True)
             past = state.get("rows", square)
             state["rows"] = torch.lerp(square, past, 0.95)
-            found = 0.2 * found / state["rows"].sqrt().clamp_min(1e-30)
+            found = found * (0.2 / state["rows"].sqrt().clamp_min(1e-30))
         step = split(found, problem.start)
         new = {
             name: t + spread(numbers[name].lr, t) * step[name] for name, t in problem.start.items()
         }
         return new, {**states, "weight": state}
+
+    def _renewed(self, problem: LocalProblem) -> Tensors:
+        """Return C of this batch and, without a check, the slopes h."""
+        square = self.square(problem)
+        if self.check:
+            return {"gram": square}
+        quadratic = problem.loss.is_quadratic(problem.transfer)  # there may be no rows then
+        h = 1.0 if quadratic else self._slopes(problem)
+        return {"gram": square, "slopes": h if isinstance(h, Tensor) else square.new_full((1,), h)}
+
+    @staticmethod
+    def _full_step(problem: LocalProblem, state: Tensors) -> Tensor:
+        """Return ``−diag(h)⁻¹ G (C + λI)⁻¹``."""
+        gradient = at_least_float32(join(problem.first_gradient))
+        product = dispatch.product_for(problem.products)
+        with full_products(gradient):  # small eigenvalues of C need all digits of float32
+            return -preconditioned(gradient, state["inverse"], state["slopes"], product)
 
     def _bounded(
         self,
@@ -127,6 +162,19 @@ class Averaged(Preconditioned):
         """Return True if C and its inverse are renewed in a step."""
         return number < EARLY or number % self.every == 0
 
+    def use_of_rows(
+        self,
+        local_steps: int,
+        number: int,
+        state: Tensors,
+        columns: int,
+        *,
+        structure: Structure = FULL,
+    ) -> RowUse | None:
+        if self.check:
+            return None
+        return RowUse(square=self.renews(number) or "inverse" not in state)
+
 
 class Recorded(LocoProp):
     """LocoProp whose steps can be recorded, although its solver is not one of the library."""
@@ -144,12 +192,17 @@ SETTINGS: dict[str, Any] = {
     "damping": 0.01,
     "every": 10,
     "averaging": 0.8,
+    "check": True,
 }
 
 
 def build(model: nn.Module, settings: Mapping[str, Any]) -> Optimizer:
     """Return the optimizer of a run."""
-    own = ("form", "across", "damping", "every", "averaging")
+    if not settings["check"] and settings["local_steps"] != 1:
+        raise ValueError(
+            f"Invalid local_steps={settings['local_steps']}. Must be 1 with check=False."
+        )
+    own = ("form", "across", "damping", "every", "averaging", "check")
     return Recorded(
         model,
         variant=settings["variant"],
@@ -206,6 +259,13 @@ TRIALS: list[dict[str, Any]] = [
     trial("plain", 3, gamma=0.01, across=0.0, averaging=0.0, every=1),  # no average at all
     trial("plain", 3, gamma=0.003, across=0.0, averaging=0.0, every=1),
     trial("plain", 3, gamma=0.005, across=0.0),
+]
+UNCHECKED: list[dict[str, Any]] = [
+    trial("rows", 1, lr=0.03, check=False),  # at all seeds
+    trial("rows", 1, lr=0.02, check=False),
+    trial("rows", 1, lr=0.01, check=False),
+    trial("rows", 1, lr=0.03, check=False, every=20),
+    trial("rows", 1, lr=0.045, check=False),
 ]
 
 
@@ -286,12 +346,55 @@ def step_milliseconds(values: dict[str, Any]) -> float:
         few = 2 if config.device == "cpu" else 60
         for _ in range(few):
             step(images, images)
-        return milliseconds(lambda: step(images, images), 5 * few, config.device)
+        return statistics.median(
+            milliseconds(lambda: step(images, images), 5 * few, config.device) for _ in range(5)
+        )
+
+
+def steps_of(values: dict[str, Any]) -> int:
+    """Return the number of steps of a run."""
+    config = RunConfig(**values)
+    return config.epochs * math.ceil(len(datasets.load(config.dataset).train) / config.batch_size)
 
 
 def save(folder: Path, content: dict[str, Any]) -> None:
     """Write what was measured so far, should the machine's time end."""
+    folder.mkdir(parents=True, exist_ok=True)  # the runs make it too, if any has begun
     (folder / "summary.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+def run_unchecked(
+    config: Callable[..., dict[str, Any]],
+    content: dict[str, Any],
+    options: argparse.Namespace,
+    deadline: float,
+) -> None:
+    """Run the settings without a check and LocoProp-M with RMSProp, and time their steps.
+
+    Args:
+        config: returns the configuration of a run with these settings, epochs and seed.
+        content: what the summary has so far; this function adds to it.
+        options: the options of the command line.
+        deadline: when no other run is started.
+    """
+    add_method()
+    chosen, seeds, epochs = UNCHECKED[: options.trials], range(options.seeds), options.epochs
+    wanted = [(chosen[0], seed) for seed in seeds] + [(settings, 0) for settings in chosen[1:]]
+    runs = [(f"{key_of(s)}-s{seed}", config(s, epochs, seed)) for s, seed in wanted]
+    reference = {**config({}, epochs), "method": "locoprop-m"}
+    runs += [(f"locoprop-m-s{seed}", {**reference, "seed": seed}) for seed in seeds]
+    content["runs"] = train_all(runs, options, deadline)
+    content["ms a step"] = clock = {}
+    content["seconds of all steps"] = seconds = {}
+    save(options.out, content)
+    # The learning rate changes no work: one of the settings stands for all with the same period.
+    periods = {s.get("every", SETTINGS["every"]): s for s in reversed(chosen)}
+    timed = {f"unchecked, every {n}": config(s, epochs) for n, s in periods.items()}
+    for name, values in {**timed, "locoprop-m": reference}.items():
+        clock[name] = step_milliseconds(values)
+        seconds[name] = 1e-3 * clock[name] * steps_of(values)
+        print(f"{name}: {clock[name]:.3f} ms a step alone, {seconds[name]:.2f} s", flush=True)
+        save(options.out, content)
 
 
 def main() -> None:
@@ -303,7 +406,8 @@ def main() -> None:
     parser.add_argument("--trial-epochs", type=int, default=40)
     parser.add_argument("--epochs", type=int, default=100)
     parser.add_argument("--short-epochs", type=int, default=50, help="of the best one, once more")
-    parser.add_argument("--trials", type=int, help="only so many of the trials")
+    parser.add_argument("--only", choices=("unchecked",), help="no other runs than these")
+    parser.add_argument("--trials", type=int, help="only so many of the settings")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=4.0, help="when no other run is started")
@@ -326,6 +430,15 @@ def main() -> None:
         own = {"epochs": epochs, "warmup_epochs": warm_up, "seed": seed}
         return {**task, **own, "settings": settings}
 
+    content: dict[str, Any] = {
+        "command": "python -m benchmarks.preconditioned_mnist",
+        "trial epochs": options.trial_epochs,
+        "epochs": options.epochs,
+        "environment": environment(options.device),
+    }
+    if options.only == "unchecked":
+        run_unchecked(config, content, options, deadline)
+        return
     chosen = TRIALS[: options.trials]
     trials = [
         (f"trial-{number:02d}-{key_of(s)}", config(s, options.trial_epochs))
@@ -335,12 +448,6 @@ def main() -> None:
         trials.insert(
             0, (f"trial-{method}", {**config({}, options.trial_epochs), "method": method})
         )
-    content: dict[str, Any] = {
-        "command": "python -m benchmarks.preconditioned_mnist",
-        "trial epochs": options.trial_epochs,
-        "epochs": options.epochs,
-        "environment": environment(options.device),
-    }
     found = train_all(trials, options, began + 60 * options.minutes * 0.6)
     content["trials"] = found
     save(options.out, content)

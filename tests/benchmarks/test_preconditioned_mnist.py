@@ -1,5 +1,6 @@
 """The scripts about the preconditioned solver and the product with the inverse."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,12 +12,14 @@ from torch import Tensor, nn
 from benchmarks import inverse_products
 from benchmarks.preconditioned_mnist import SETTINGS, build, polar, trial
 from torch_locoprop import LocoProp, TrainingStep
+from torch_locoprop.solvers import preconditioned
 
 ALONE = trial("plain", 3, gamma=0.02, across=0.0, averaging=0.0, every=1)
 RECORDED = [
     polar(2, 0.015, 0.1),
     polar(1, 0.015, 0.1, variant="locoprop-s"),
     trial("rows", 1, lr=0.03),
+    trial("rows", 1, lr=0.03, check=False),
     ALONE,
 ]
 
@@ -55,6 +58,75 @@ def test_without_averages_it_is_the_solver_of_the_library() -> None:
     found = losses(ALONE)
     assert found == pytest.approx(losses(ALONE, "library"), rel=1e-9)
     assert found[-1] < found[0]
+
+
+def test_without_a_check_a_step_is_one_that_the_check_accepts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(preconditioned, "CHECKS", 1)  # otherwise longer steps are tried too
+    settings = {**ALONE, "local_steps": 1, "gamma": 1e-3, "damping": 0.3}
+    found = losses({**settings, "check": False})
+    assert found == pytest.approx(losses(settings), rel=1e-9)
+    assert found[-1] < found[0]
+
+
+def test_without_a_check_a_step_is_the_formula() -> None:
+    """Also after step 10, the last of these to renew C and the slopes."""
+    gamma, damping, averaging = 0.5, 0.1, 0.8
+    given = {"gamma": gamma, "damping": damping, "averaging": averaging, "across": 0.0}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+    expected = copy.deepcopy(model)
+    opt = build(model, {**SETTINGS, **trial("plain", 1, check=False), **given})
+    averages: dict[nn.Module, list[Tensor]] = {}
+    for i in range(14):
+        x, y = torch.randn(30, 5).double(), torch.rand(30, 3).double()
+        opt.zero_grad()
+        summed(model(x), y).backward()
+        opt.step()
+        first, last = expected[0], expected[2]
+        expected.zero_grad()
+        hidden = first(x).tanh()
+        out = last(hidden)
+        summed(out, y).backward()
+        of_tanh, of_sigmoid = 1 - hidden.square(), out.sigmoid() * (1 - out.sigmoid())
+        for layer, inputs, slope, largest in (
+            (first, x, of_tanh, 1),
+            (last, hidden, of_sigmoid, 0.25),
+        ):
+            rows = F.pad(inputs.detach(), (0, 1), value=1.0)
+            new = [rows.mT @ rows / 30, slope.detach().mean(0).clamp_min(0.4 * largest)]
+            if i <= 10:
+                past = averages.get(layer, new)
+                averages[layer] = [
+                    averaging * a + (1 - averaging) * b for a, b in zip(past, new, strict=True)
+                ]
+            C, h = averages[layer]
+            inverse = torch.linalg.inv(C + damping * C.diagonal().mean() * torch.eye(len(C)).to(C))
+            gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+            moved = -gamma * gradient @ inverse / h[:, None]
+            with torch.no_grad():
+                layer.weight += moved[:, :-1]
+                layer.bias += moved[:, -1]
+    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
+
+
+def test_without_a_check_steps_between_renewals_record_no_rows() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    opt = build(model, {**SETTINGS, **trial("rows", 1, lr=0.01, check=False)})
+    recorded = []
+    for _ in range(22):
+        opt.zero_grad()
+        summed(model(torch.randn(6, 5)), torch.rand(6, 3)).backward()
+        recorded.append([call.x.numel() for layer in opt._layers for call in layer.calls])
+        opt.step()
+    assert [i for i, rows in enumerate(recorded) if any(rows)] == [*range(11), 20]
+
+
+def test_without_a_check_there_is_one_iteration() -> None:
+    with pytest.raises(ValueError, match="local_steps=2"):
+        build(nn.Linear(2, 2), {**SETTINGS, **trial("rows", 2, check=False)})
 
 
 @pytest.mark.parametrize("settings", RECORDED)
