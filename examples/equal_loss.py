@@ -29,7 +29,7 @@ class EqualLoss(Comparison):
         trials: learning rates that each method tries: the first ones of its grid.
     """
 
-    trials: int = 3
+    trials: int = 5
 
     @property
     def length(self) -> timing.Length:

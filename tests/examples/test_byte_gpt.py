@@ -229,13 +229,13 @@ def main(
     monkeypatch: pytest.MonkeyPatch,
     quick: None,
 ) -> Callable[..., Path]:
-    """Run the command on a tiny model; return the folder of results."""
+    """Run the command on a tiny model with three trials; return the folder of results."""
     monkeypatch.setattr(examples["package_bytes"], "package_folders", lambda: packages)
     out = tmp_path / "out"
 
     def run(*arguments: str) -> Path:
         folders = ("--out", str(out), "--data-dir", str(tmp_path / "data"))
-        examples["byte_gpt"].main([*TINY, *folders, *arguments])
+        examples["byte_gpt"].main([*TINY, *folders, "--trials", "3", *arguments])
         return out
 
     return run
@@ -424,7 +424,7 @@ def test_the_table_needs_files_alone(
     for module, name in (("package_bytes", "collect"), ("package_bytes", "read")):
         monkeypatch.setattr(examples[module], name, None)
     monkeypatch.setattr(examples["training"].Training, "advance", None)
-    own = ("--out", str(folder), "--steps", "8", *own)
+    own = ("--out", str(folder), "--steps", "8", "--trials", "3", *own)
     examples["byte_gpt"].main(["--table", "--device", "cuda", *own])  # of any size, on any machine
     assert (folder / "table.md").read_text() == table
     examples["byte_gpt"].main(["--table", *own, "--seeds", "0", "1"])
