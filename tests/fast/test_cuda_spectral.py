@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_spectral, dispatch
 from torch_locoprop.paper import spectral
 from torch_locoprop.paper.gram import full_products
@@ -100,6 +101,57 @@ def factors(*shape: int) -> tuple[Tensor, Tensor]:
     inverse = torch.linalg.inv(gram + 0.02 * torch.eye(n, dtype=torch.float64))
     gradient = drawn(*leading, d, 2 * n, seed=2) @ x
     return gradient.float(), inverse.float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(40, 16), (33, 21)])
+def test_the_square_of_rows(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = (drawn(*shape) + 1).to(DEVICE, dtype)
+    with nullcontext() if GPU else InBfloat16():
+        found = cuda_spectral.gram(x)
+    wide = x.double()
+    expected = wide.mT @ wide
+    largest = 2**-15 if dtype == torch.float32 else 2**-20  # two factors of 16 digits
+    assert (found.square - expected).abs().max() < largest * expected.diagonal().max()
+    torch.testing.assert_close(found.total.double(), wide.sum(0), rtol=1e-5, atol=1e-5)
+    assert found.square.is_contiguous()
+    assert (found.square.dtype, found.total.dtype) == (torch.float32, torch.float32)
+    assert found.rows == shape[0]
+
+
+def test_no_direction_gains_as_much_as_the_damping() -> None:
+    """Rows that have one error of rounding: bfloat16 alone gives a direction without inputs 0.03."""
+    n = 2048
+    signs = torch.tensor([1.0, -1.0]).repeat(n // 2)
+    x = (1.0039 + 1e-4 * signs).expand(8, n)  # rounded to 1.0078 and 1
+    with nullcontext() if GPU else InBfloat16():
+        found = cuda_spectral.gram(x.to(DEVICE)).square.cpu()
+    mean = found.diagonal().mean()
+    assert abs(signs @ found @ signs / n / mean) < 1e-3
+    rounded = x.bfloat16().float()
+    assert (rounded @ signs).square().sum() / n / mean > 0.03
+
+
+def test_only_a_step_in_bfloat16_takes_a_coarse_square(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def noted(x: Tensor, dtype: torch.dtype, *, coarse: bool = False) -> Any:
+        asked.append(coarse)
+        return gram_in(x, dtype, coarse=coarse)
+
+    gram_in = dispatch.gram_in
+    monkeypatch.setattr(dispatch, "gram_in", noted)
+    for settings, expected in (
+        ({}, True),
+        ({"local_products": "full"}, False),
+        ({"variant": "locoprop-s", "solver": "exact"}, False),
+    ):
+        layer = nn.Linear(2, 3)
+        opt = LocoProp(layer, output_transfer="linear", **settings)
+        layer(torch.ones(9, 2)).sum().backward()
+        opt.step()
+        assert asked == [expected], settings
+        asked.clear()
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

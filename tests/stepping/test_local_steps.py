@@ -241,6 +241,9 @@ def test_layers_on_a_gpu_are_solved_on_streams(
     monkeypatch.setattr(streams, "side_streams", side_streams)
     monkeypatch.setattr(LocalSteps, "_solve_in_stacks", in_stacks_)
     monkeypatch.setattr(
+        LocalSteps, "_alike", lambda _, layers: [[each] for each in reversed(layers)]
+    )
+    monkeypatch.setattr(
         LocalSteps, "_solve_timed", lambda _, layer, own: solved.append(layer) or {}
     )
     monkeypatch.setattr(local_steps, "may_have_kernels", lambda plan, layer: of_layer[layer])

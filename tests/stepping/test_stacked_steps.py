@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from cases import batch, weights
+from emulated_graphs import emulate
 from torch import Tensor, nn
 
 from torch_locoprop import LocoProp
@@ -89,7 +91,9 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def step(model: nn.Sequential, opt: LocoProp, seed: int) -> None:
-    loss = (model(batch(9, 7, seed=seed)) - batch(9, 3, seed=seed + 99)).square().mean()
+    device = next(model.parameters()).device
+    x, target = batch(9, 7, seed=seed).to(device), batch(9, 3, seed=seed + 99).to(device)
+    loss = (model(x) - target).square().mean()
     loss.backward()  # type: ignore[no-untyped-call]
     opt.step()
     opt.zero_grad()
@@ -109,14 +113,16 @@ def compare(
     model: nn.Sequential,
     settings: Callable[[nn.Sequential], dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
+    steps: int = STEPS,
 ) -> None:
     """Compare steps in stacks with steps of each layer alone."""
     other = copy.deepcopy(model)
     opt, alone = LocoProp(model, **settings(model)), LocoProp(other, **settings(other))
-    for seed in range(STEPS):
+    for seed in range(steps):
         step(model, opt, seed)
         with monkeypatch.context() as context:
             context.setattr(stacked_steps, "LARGEST", 0)
+            context.setattr(stacked_steps, "LARGEST_ON_GPU", 0)
             step(other, alone, seed)
     assert_equal(opt, alone)
 
@@ -128,6 +134,33 @@ def test_a_stack_takes_the_steps_of_its_layers(
     compare(mlp(), MLP[name], monkeypatch)
     with_bias, without = ["8", "6"], ["4", "2"]
     assert stacks == STEPS * ([with_bias] if name == "groups" else [with_bias, without])
+
+
+@pytest.mark.parametrize("name", ["default", "spectral", "in blocks", "groups", "outer", "capped"])
+def test_on_a_gpu_steps_that_renew_nothing_are_stacked(
+    name: str, monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    """The CUDA graphs of a step have the stacks in them; without a GPU, those of emulated graphs."""
+    if not torch.cuda.is_available():
+        emulate(monkeypatch)
+    model = mlp().to("cuda" if torch.cuda.is_available() else "cpu")
+    compare(model, lambda each: {**MLP[name](each), "local_products": "full"}, monkeypatch, 24)
+    with_bias, without = ["8", "6"], ["4", "2"]
+    kinds = [with_bias] if name == "groups" else [with_bias, without]
+    assert stacks, "no step was stacked"
+    assert stacks == len(stacks) // len(kinds) * kinds
+
+
+def test_a_stack_on_a_gpu_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu(Tensor):
+        is_cuda = True
+
+    weight = torch.zeros(5, 4).as_subclass(OnGpu)
+    layers: Any = [SimpleNamespace(problem=SimpleNamespace(start={"weight": weight}))] * 5
+    monkeypatch.setattr(stacked_steps, "STACK_ON_GPU", 40)
+    assert [len(part) for part in stacked_steps.parts(layers)] == [2, 2, 1]
+    monkeypatch.setattr(stacked_steps, "STACK_ON_GPU", 10)
+    assert [len(part) for part in stacked_steps.parts(layers)] == [1] * 5
 
 
 def test_convolutions_of_one_shape(

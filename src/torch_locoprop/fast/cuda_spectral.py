@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_locoprop.paper import spectral
 from torch_locoprop.paper.fisher import LARGEST
-from torch_locoprop.paper.gram import full_products
+from torch_locoprop.paper.gram import Gram, full_products
 
 MULTIPLE = 16  # rows and columns are padded to multiples of it; 64 is not faster
 STRIP = 1024  # rows of an inverse triangular matrix that are multiplied at a time
@@ -55,6 +55,36 @@ def product_fits(left: Tensor, right: Tensor) -> bool:
     """Return True if :func:`product` serves these factors on a GPU, and is faster than ``@``."""
     is_large = left.numel() * right.shape[-1] >= SPLIT_FROM
     return is_large and left.dtype == right.dtype == torch.float32
+
+
+def gram(x: Tensor) -> Gram:
+    """Return XᵀX of rows in float32, computed by products in bfloat16.
+
+    Rows in bfloat16 need one product, which is exact but for its sums. Others are split as in
+    :func:`product`, into ``X = R + S``. Here ``SᵀS`` is not left out: if all rows have one error of
+    rounding, it is an eigenvector of XᵀX, whose eigenvalue may be small.
+
+    Args:
+        x: rows ``[rows, n]``.
+    """
+    rows, n = x.shape
+    total = x.sum(0, dtype=torch.float32)
+    if n % MULTIPLE:
+        x = F.pad(x, (0, -n % MULTIPLE))
+    if x.dtype == torch.bfloat16:
+        square = torch.mm(x.mT, x, out_dtype=torch.float32)
+    else:
+        coarse, fine = _split(x)
+        square = torch.mm(coarse.mT, fine, out_dtype=torch.float32)
+        square = square + square.mT  # the small terms come first, as in product()
+        for factor in (fine, coarse):
+            square = torch.addmm(square, factor.mT, factor, out_dtype=torch.float32)
+    return Gram(square[:n, :n].contiguous(), total, rows)
+
+
+def gram_fits(x: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if :func:`gram` serves these rows on a GPU, for XᵀX in this dtype."""
+    return x.dim() == 2 and dtype == torch.float32 and x.dtype.itemsize <= dtype.itemsize
 
 
 def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:

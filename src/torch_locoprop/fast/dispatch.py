@@ -2,7 +2,8 @@
 
 Every fast path computes what its plain version computes, to rounding, and is tested against it.
 
-- :func:`solve`, :func:`advance_`, :func:`gram`: a local problem, a first-order step, XᵀX of rows;
+- :func:`solve`, :func:`advance_`: a local problem, a first-order step;
+- :func:`gram`, :func:`gram_in`: XᵀX of rows;
 - :func:`product`, :func:`product_for`, :func:`inverse`, :func:`polar`: the products of a spectral step;
 - :func:`finite`, :func:`write`: the check and the write of a solution;
 - ``streams``: side streams for independent layers while a CUDA graph is recorded;
@@ -42,6 +43,7 @@ __all__ = [
     "advance_",
     "finite",
     "gram",
+    "gram_in",
     "graphs",
     "inverse",
     "is_launched_alone",
@@ -141,6 +143,19 @@ def gram(x: Tensor, weight: Tensor | None = None, *, apart: bool = False) -> Gra
         with full_products(x):
             return Gram(cpu_gram.square(x), x.sum(-2), x.shape[-2])
     return Gram.of(x)
+
+
+def gram_in(x: Tensor, dtype: torch.dtype, *, coarse: bool = False) -> Gram:
+    """Return XᵀX of rows in a dtype, computed during the backward pass.
+
+    Args:
+        x: rows ``[..., rows, n]``.
+        dtype: dtype of XᵀX.
+        coarse: 16 of the 24 digits of float32 suffice.
+    """
+    if coarse and x.is_cuda and cuda_spectral.gram_fits(x, dtype):
+        return cuda_spectral.gram(x)
+    return gram(x.to(dtype), apart=True)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ class RowUse(NamedTuple):
     square: bool = False  # XᵀX itself
     precise: bool = False  # XᵀX in float64
     structure: Structure = FULL  # structure of XᵀX; FULL unless entries are left out
+    coarse: bool = False  # 16 of the 24 digits of float32 suffice for XᵀX
 
     @property
     def is_any(self) -> bool:

@@ -75,24 +75,42 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
     if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):
         return call
     with layer.in_own_precision():
-        gram = gram_of_call(layer, call, use.dtype(like), use.structure)
+        gram = gram_of_call(layer, call, use.dtype(like), use.structure, use.coarse)
     return call._replace(x=call.x.new_empty(0), gram=gram, version=None, samples=None, a=None)
 
 
 def gram_of_calls(
-    layer: LayerRecord, calls: Iterable[Call], dtype: torch.dtype, structure: Structure
+    layer: LayerRecord,
+    calls: Iterable[Call],
+    dtype: torch.dtype,
+    structure: Structure,
+    coarse: bool = False,
 ) -> Gram:
     """Return XᵀX of the rows of some calls, of which none was reduced to XᵀX."""
-    first, *rest = (gram_of_call(layer, call, dtype, structure) for call in calls)
+    first, *rest = (gram_of_call(layer, call, dtype, structure, coarse) for call in calls)
     return sum(rest, first)
 
 
-def gram_of_call(layer: LayerRecord, call: Call, dtype: torch.dtype, structure: Structure) -> Gram:
-    """Return XᵀX of a call's rows; if rows were dropped, an estimate of it from the kept rows."""
+def gram_of_call(
+    layer: LayerRecord,
+    call: Call,
+    dtype: torch.dtype,
+    structure: Structure,
+    coarse: bool = False,
+) -> Gram:
+    """Return XᵀX of a call's rows; if rows were dropped, an estimate of it from the kept rows.
+
+    Args:
+        layer: the record of the layer.
+        call: one of its calls, with its rows.
+        dtype: dtype of XᵀX.
+        structure: the entries of XᵀX that are computed.
+        coarse: 16 of the 24 digits of float32 suffice.
+    """
     linear_map, x = layer.kind.linear_map, layer.collected([call])
     blocks = [x] if linear_map.holds_rows else linear_map.row_blocks(x)
     first, *rest = (
-        dispatch.gram(block.to(dtype), apart=True)
+        dispatch.gram_in(block, dtype, coarse=coarse)
         if structure == FULL
         else ReducedGram.reduced(block.to(dtype), structure)
         for block in blocks

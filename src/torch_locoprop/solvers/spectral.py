@@ -281,7 +281,8 @@ class Spectral(Solver):
         *,
         structure: Structure = FULL,
     ) -> RowUse | None:
-        return RowUse(square=self._has_use_of_rows(number, state, columns, structure))
+        square = self._has_use_of_rows(number, state, columns, structure)
+        return RowUse(square=square, coarse=square)  # λ is larger than the error of C
 
     def _has_use_of_rows(
         self, number: int, state: Tensors, columns: int, structure: Structure

@@ -20,6 +20,7 @@ from torch_locoprop.paper.tensors import Tensors, holds
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.transfer_assignment import NOT_CALLED, NOT_REACHED
+from torch_locoprop.solvers import Spectral
 from torch_locoprop.solvers.base import Checked, States
 from torch_locoprop.stepping import first_step, stacked_steps
 from torch_locoprop.stepping.build_problem import (
@@ -33,7 +34,7 @@ from torch_locoprop.stepping.graph_work import Directions, Trained, like_paramet
 from torch_locoprop.stepping.guards import Guarded, drop_momentum, guarded
 from torch_locoprop.stepping.measurements import Measurements, measured, timed
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.method import Method, Plan
+from torch_locoprop.stepping.method import Method, Plan, number_of
 from torch_locoprop.stepping.outer_optimizer import as_gradients, caps_outer
 from torch_locoprop.stepping.several_processes import (
     divided_closed_forms,
@@ -71,10 +72,31 @@ class LocalSteps:
         by_kernels = all(may_have_kernels(self.plan, layer) for layer in layers)
         most = streams.MANY_STREAMS if by_kernels else streams.FEW_STREAMS
         with streams.side_streams(most) as side:
-            for layer in reversed(layers):  # the last layer's gradient exists first
-                with streams.on_device(layer.given[0].device), side(layer.ready):
-                    directions |= self._solve_timed(layer, layers[layer])
+            for alike in self._alike(layers):
+                one = alike[0]
+                with streams.on_device(one.given[0].device), side(one.ready):
+                    if len(alike) == 1:
+                        directions |= self._solve_timed(one, layers[one])
+                    else:
+                        of_one_shape = {each: layers[each] for each in reversed(alike)}
+                        directions |= self._solve_in_stacks(of_one_shape)
         return directions
+
+    def _alike(self, layers: Trained) -> list[list[LayerRecord]]:
+        """Return groups of layers: those on a GPU whose steps may be one stack, and each other layer.
+
+        Where steps start while the backward pass still runs, all start by themselves.
+        """
+        found: dict[Hashable, list[LayerRecord]] = {}
+        for layer in reversed(layers):  # the last layer's gradient exists first
+            key: Hashable = layer
+            if not streams.overlapping and layer.calls and stacked_steps.is_small(layer.like):
+                group = self.plan.group(layer)
+                solver, number = self.plan.method_now(layer).solver, number_of(layer, group)
+                if type(solver) is Spectral and not solver.renews(number):
+                    key = layer.like.shape, layer.given[0].device
+            found.setdefault(key, []).append(layer)
+        return list(found.values())
 
     def solve_or_replay(
         self, layers: Trained, step_graphs: graphs.StepGraphs, groups: Sequence[Group]
@@ -121,7 +143,8 @@ class LocalSteps:
             else:
                 stacks.setdefault(key, []).append(posed)
         for stack in stacks.values():
-            directions |= self._solve_stack(stack)
+            for part in stacked_steps.parts(stack):
+                directions |= self._solve_stack(part)
         return directions
 
     def _solve_stack(self, stack: Sequence[Posed]) -> Directions:

@@ -193,7 +193,8 @@ class Plan:
         use = solver.use_of_rows(own.method.local_steps, number, state, columns, **given)
         if use is None:
             return None
-        use = use._replace(structure=structure)
+        coarse = use.coarse and group["local_products"] == "bf16"
+        use = use._replace(structure=structure, coarse=coarse)
         # Measuring takes what is there: it must not change which way the iterations go.
         if group["gate"] or (diagnosed and not use.is_any):
             use = use._replace(gradients=use.gradients + 1)

@@ -1,13 +1,16 @@
 """Spectral steps of small layers whose matrices have one shape, taken together as one stack.
 
 A spectral step is about a hundred operations. For a small layer, calling them takes longer than their
-arithmetic. Layers of transformers, and of many deep networks, have few shapes: K layers that are
-stacked as ``[K, d, n]`` take one step.
+arithmetic, and on a GPU one matrix leaves most of the device idle. Layers of transformers, and of many
+deep networks, have few shapes: K layers that are stacked as ``[K, d, n]`` take one step.
+
+On a GPU only steps that renew no inverse are stacked: stacked matrices are factorized by a library that
+no CUDA graph can record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -24,6 +27,31 @@ from torch_locoprop.stepping.build_problem import Posed
 # Entries of a weight up to which stacking saves more time than its copies take.
 # benchmarks/spectral_step.py measures it.
 LARGEST = 2**14
+# On a GPU: entries up to which a weight, and C, are small. A stack has so many in all that the copies
+# take little memory beside a model that has more of them.
+LARGEST_ON_GPU = 2**22
+STACK_ON_GPU = 2**25
+
+
+def is_small(matrix: Tensor) -> bool:
+    """Return True if a matrix ``[..., d, n]`` is small enough for a stack."""
+    if matrix.is_cuda:
+        return _entries(matrix) <= LARGEST_ON_GPU
+    return matrix.is_cpu and matrix.numel() <= LARGEST
+
+
+def parts(stack: Sequence[Posed]) -> Iterator[Sequence[Posed]]:
+    """Yield the layers of a stack in parts of which a GPU takes the copies."""
+    weight = stack[0].problem.start["weight"]
+    most = max(STACK_ON_GPU // _entries(weight), 1) if weight.is_cuda else len(stack)
+    for first in range(0, len(stack), most):
+        yield stack[first : first + most]
+
+
+def _entries(matrix: Tensor) -> int:
+    """Return the number of entries of a matrix ``[d, n]`` or of its C, whichever has more."""
+    d, n = matrix.shape[-2:]
+    return max(d * n, n * n)
 
 
 def stack_of(posed: Posed) -> Hashable:
@@ -32,14 +60,16 @@ def stack_of(posed: Posed) -> Hashable:
     weight, numbers = problem.start.get("weight"), posed.numbers.get("weight")
     if type(solver) is not Spectral or weight is None or numbers is None:
         return None
-    if weight.dim() != 2 or weight.numel() > LARGEST:
+    if weight.dim() != 2 or not is_small(weight):
+        return None
+    if weight.is_cuda and _squares(posed):
         return None
     if problem.others is not None or posed.part is not None:
         return None
     if type(problem.target).first_gradient is not BackPropTarget.first_gradient:
         return None
     tensors = [*problem.start.values(), *problem.backprop.values(), *state.values()]
-    if not all(type(tensor) is Tensor and tensor.is_cpu for tensor in tensors):
+    if not all(type(tensor) is Tensor and tensor.device == weight.device for tensor in tensors):
         return None
     settings = numbers, problem.number, problem.products, problem.structure
     kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
@@ -50,11 +80,8 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
     """Return the new tensors and states of layers with equal keys."""
     problems, one = [each.problem for each in layers], layers[0]
     first, solver, local_steps = one.problem, one.method.solver, one.method.local_steps
-    old, columns = one.states["weight"], join(first.start).shape[-1]
-    structure = first.structure or FULL
-    use = solver.use_of_rows(local_steps, first.number, old, columns, structure=structure)
-    squares = None
-    if use is not None and use.square:
+    old, squares = one.states["weight"], None
+    if _squares(one):
         dtype = torch.promote_types(first.backprop["weight"].dtype, torch.float32)
         squares = torch.stack([each.square(dtype) for each in problems])
     stack = replace(
@@ -63,9 +90,10 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
         backprop=_stacked([each.backprop for each in problems]),
         whole_square=squares,
     )
-    states = {"weight": _stacked([each.states["weight"] for each in layers])}
-    new, states = dispatch.solve(solver, stack, states, one.numbers, local_steps, "")
-    entries = states["weight"]
+    used = [key for key in old if squares is not None or key != "gram"]
+    given = _stacked([{key: each.states["weight"][key] for key in used} for each in layers])
+    new, states = dispatch.solve(solver, stack, {"weight": given}, one.numbers, local_steps, "")
+    entries = {k: entry for k, entry in states["weight"].items() if entry is not given.get(k)}
     finite = dispatch.finite([*new.values(), *entries.values()], len(layers))
     found: list[tuple[Tensors, States]] = []
     for k, each in enumerate(layers):
@@ -74,8 +102,19 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
             # The optimizer keeps these entries: as views they would keep the whole stack.
             state = {key: entry.clone() for key, entry in state.items()}
         own = Checked({name: tensor[k] for name, tensor in new.items()}, finite[k : k + 1])
-        found.append((own, {**each.states, "weight": state}))
+        found.append((own, {**each.states, "weight": {**each.states["weight"], **state}}))
     return found
+
+
+def _squares(posed: Posed) -> bool:
+    """Return True if a layer's step renews C."""
+    problem, method = posed.problem, posed.method
+    columns, structure = join(problem.start).shape[-1], problem.structure or FULL
+    state, local_steps = posed.states["weight"], method.local_steps
+    use = method.solver.use_of_rows(
+        local_steps, problem.number, state, columns, structure=structure
+    )
+    return use is not None and use.square
 
 
 def _stacked(of_layers: Sequence[Tensors]) -> Tensors:

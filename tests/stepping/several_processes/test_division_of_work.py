@@ -418,19 +418,21 @@ def test_products_of_rows_have_the_structure_that_the_step_needs(
     structure: Structure | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that has kept rows computes their products, as others have kept products."""
-    asked: list[Structure] = []
+    asked: list[tuple[Structure, bool]] = []
 
-    def gram_of_calls(layer: Any, calls: Any, dtype: torch.dtype, own: Structure) -> Gram:
-        asked.append(own)
+    def gram_of_calls(
+        layer: Any, calls: Any, dtype: torch.dtype, own: Structure, coarse: bool
+    ) -> Gram:
+        asked.append((own, coarse))
         return Gram(torch.eye(2, dtype=dtype), torch.ones(2, dtype=dtype), 3)
 
     monkeypatch.setattr(row_reduction, "gram_of_calls", gram_of_calls)
     shards: Any = SimpleNamespace(sum_over_inputs=lambda of_rows: of_rows)
     known = SharedShardFacts(((3, 3),), True, True, (0,))
     layer: Any = SimpleNamespace(like=torch.zeros(1, 2), shared_facts=known, row_count=3)
-    use = None if structure is None else RowUse(square=True, structure=structure)
+    use = None if structure is None else RowUse(square=True, structure=structure, coarse=True)
     Part(shards, layer, True, False, frozenset())._gram(layer, (), torch.ones(3, 2), use, True)
-    assert asked == [FULL if structure is None else structure]
+    assert asked == [(FULL, False) if structure is None else (structure, True)]
 
 
 def test_no_rows_are_exchanged_where_none_are_used() -> None:

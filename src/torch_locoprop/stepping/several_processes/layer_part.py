@@ -241,7 +241,8 @@ class Part:
         if isinstance(x, Gram):
             own = x.to(dtype)
         else:
-            own = row_reduction.gram_of_calls(layer, calls, dtype, structure)
+            coarse = use is not None and use.coarse
+            own = row_reduction.gram_of_calls(layer, calls, dtype, structure, coarse)
         facts = layer.shared_facts
         assert isinstance(facts, SharedShardFacts)
         weight = 1 / (layer.row_count * facts.processes) if mean else 1.0
