@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -654,13 +655,28 @@ def test_a_backward_pass_inside_autocast_rounds_no_products(solver: Any) -> None
     torch.testing.assert_close(gram.square, x.T @ x)
 
 
-def test_sparse_inputs_are_the_same_rows() -> None:
-    for options in ({}, {"local_steps": 1}, {"solver": Exact()}):
-        results = []
-        for form in (Tensor.to_sparse, lambda t: t):
-            model = network()
-            opt = loco(model, **options)
+SPARSE = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc]
+OPTIMIZERS = {
+    "spectral": LocoProp,
+    "locoprop-s": loco,
+    "one step": partial(loco, local_steps=1),
+    "locoprop-m": partial(loco, variant="locoprop-m"),
+    "exact": partial(loco, solver="exact"),
+    "preconditioned": partial(loco, solver="preconditioned"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support is in beta")
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_sparse_inputs_are_the_same_rows(make: Any, layout: torch.layout) -> None:
+    results = []
+    for form in (lambda t: t.to_sparse(layout=layout), lambda t: t):
+        model = network()
+        opt = make(model)
+        for _ in range(2):
             cross_entropy(model(form(X * (X > 0.5))), Y).backward()
             opt.step()
-            results.append(weights(model))
-        assert_close(results[0], results[1])
+            opt.zero_grad()
+        results.append(weights(model))
+    assert_close(results[0], results[1])

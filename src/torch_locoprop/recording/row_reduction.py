@@ -76,7 +76,7 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
         return call
     with layer.in_own_precision():
         gram = gram_of_call(layer, call, use.dtype(like), use.structure, use.coarse)
-    return call._replace(x=call.x.new_empty(0), gram=gram, version=None, samples=None, a=None)
+    return call._replace(x=like.new_empty(0), gram=gram, version=None, samples=None, a=None)
 
 
 def gram_of_calls(
