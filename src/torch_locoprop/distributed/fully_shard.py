@@ -212,7 +212,7 @@ class Shards:
     @property
     def data_ranks(self) -> list[int]:
         """The ranks in the mesh of processes that have, together, all input rows of the batch."""
-        places = torch.arange(self.mesh.size()).view(self.mesh.shape)
+        places = torch.arange(self.mesh.size(), device="cpu").view(self.mesh.shape)
         for i in range(self.mesh.ndim):
             if i not in self.data:
                 places = places.narrow(i, self.mesh.get_local_rank(i), 1)

@@ -71,7 +71,7 @@ class Regularizer:
             eta: the learning rate η.
             metric: the Fisher metric of the layer, if ``needs`` asks for it.
         """
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
 
 
 @dataclass(eq=False)

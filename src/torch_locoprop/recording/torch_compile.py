@@ -347,7 +347,7 @@ def _tap(out: Tensor, x: Tensor, site: int) -> tuple[Tensor, Tensor]:
     if module is not None:
         for hooks in weak_hook.watchers_of(module):
             hooks.before_compiled_layer(module)
-    return out.clone(), torch.tensor(next(_call_numbers))
+    return out.clone(), torch.tensor(next(_call_numbers), device="cpu")
 
 
 @torch.library.custom_op(
@@ -366,7 +366,7 @@ def _record(g: Tensor, x: Tensor, call: Tensor, site: int) -> Tensor:
 
 @_tap.register_fake
 def _(out: Tensor, x: Tensor, site: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(out), torch.empty((), dtype=torch.int64)
+    return torch.empty_like(out), torch.empty((), dtype=torch.int64, device="cpu")
 
 
 @_record.register_fake

@@ -230,8 +230,8 @@ class Adam(FirstOrder):
         t = state["step"] + 1
         m = average(state["momentum"], gradient, numbers.momentum)
         v = average(state["square"], gradient.square(), numbers.decay)
-        rate = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
-        change = torch.as_tensor(rate).to(m) * m / (v.sqrt() + numbers.eps)
+        rate: Tensor = numbers.lr * (1 - numbers.decay**t) ** 0.5 / (1 - numbers.momentum**t)
+        change = rate.to(m) * m / (v.sqrt() + numbers.eps)
         return change, {"step": t, "square": v, "momentum": m}
 
 
