@@ -34,6 +34,7 @@ from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_re
 from torch_locoprop.stepping.graph_work import Directions, Trained
 from torch_locoprop.stepping.local_steps import LocalSteps
 from torch_locoprop.stepping.messages import Notices
+from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, make_outer
 from torch_locoprop.stepping.param_groups import WithParamGroups
 from torch_locoprop.stepping.several_processes.agreement import agree
@@ -265,14 +266,15 @@ class LocoProp(WithParamGroups):
 
     def summary(self) -> str:
         """Return a table of all modules with parameters: what serves them, or why nothing does."""
+        self._follow_groups()
         trained_by = "–" if self._fallback is None else type(self._fallback).__name__
         if self._outer is not None and self._outer.trains_rest:
             trained_by = self._outer.name
         known = {p for group in self.param_groups for p in group["params"]}
-        told = self._told_unused()
-        return summary_of(
-            self._model, self._layers, self._unserved, self._plan, known, trained_by, told
-        )
+        told, groups, plan = self._told_unused(), self._local_groups(), self._plan
+        if not plan.has_parameters_of(groups):
+            plan = Plan(groups, self._components)
+        return summary_of(self._model, self._layers, self._unserved, plan, known, trained_by, told)
 
     def diagnostics(self) -> Diagnostics:
         """Return what the last step did in each layer; needs ``diagnose=True``."""
@@ -281,11 +283,14 @@ class LocoProp(WithParamGroups):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this optimizer, of its fallback and of its outer optimizer."""
         own = {"counts": self._counts(), "structure": self._structure()}
+        for p in self.state.keys() - set(self._parameters()):
+            del self.state[p]  # the parameter was taken out of its group
         return self._with_outer({**super().state_dict(), **own})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; raises before anything changes if it is that of another optimizer."""
         self._check_loadable(state_dict)
+        self._follow_groups()
         own, of_outer = self._without_outer(state_dict)
         super().load_state_dict(own)
         self._graphs.forget()  # CUDA graphs read the old state

@@ -20,6 +20,7 @@ from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.tensors import has_values
 from torch_locoprop.recording.layer_record import LayerRecord
 
+NOT_GIVEN = "not given to this optimizer"
 NEW = "was added after the optimizer was made: make a new optimizer"
 
 
@@ -70,7 +71,7 @@ def scan(
         reason = reason or _tied(module, owners)
         if patterns is not None and not any(fnmatchcase(name, each) for each in patterns):
             reason = reason or "not among layers="
-        reason = reason or ("not given to this optimizer" if not ours else None)
+        reason = reason or (None if ours else NOT_GIVEN)
         if kind and reason is None:
             served.append(LayerRecord(name, module, kind, ours, shards))
         elif own:

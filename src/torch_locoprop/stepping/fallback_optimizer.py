@@ -87,13 +87,18 @@ class WithFallback(torch.optim.Optimizer):
         self._link_fallback()
 
     def _link_fallback(self) -> None:
-        """Share groups and state with the fallback again, after one of them was replaced."""
+        """Share groups and state with the fallback again, after one of them was replaced.
+
+        Groups that the user has added to the fallback itself are its own.
+        """
         if self._fallback is not None:
-            self._fallback.param_groups = [g for g in self.param_groups if g["fallback"]]
+            added = [g for g in self._fallback.param_groups if "fallback" not in g]
+            self._fallback.param_groups = [*(g for g in self.param_groups if g["fallback"]), *added]
             self._fallback.state = self.state
 
     def _step_fallback(self) -> None:
         if self._fallback is not None:
+            self._link_fallback()  # the user may have taken out a group
             move_state(self._fallback)
             self._fallback.step()
 

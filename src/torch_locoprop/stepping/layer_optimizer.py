@@ -24,7 +24,13 @@ from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
 from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED, check_intact
 from torch_locoprop.recording.loss_terms import LossTerms
-from torch_locoprop.recording.model_scan import check_complete, newcomers, scan
+from torch_locoprop.recording.model_scan import (
+    NOT_GIVEN,
+    Unserved,
+    check_complete,
+    newcomers,
+    scan,
+)
 from torch_locoprop.recording.transfer_assignment import (
     contradiction,
     decide_all,
@@ -78,6 +84,8 @@ class LayerOptimizer(WithStateDict, Joins):
     _attached: bool
     _numbers: list[list[Any]]  # settings that are no part of the plan, as they were checked
     _counted: dict[str, dict[str, int]]  # counts at a resumption or a change of groups
+    # What the scan of the model has found: layers with the parameters given for them, other modules.
+    _found: tuple[list[tuple[LayerRecord, list[nn.Parameter]]], list[Unserved]]
 
     def _attach(self) -> None:
         """Find the layers of the model and put hooks on them."""
@@ -85,6 +93,7 @@ class LayerOptimizer(WithStateDict, Joins):
             self._counted = self._counts()
         given = {p for group in self.param_groups for p in group["params"]}
         self._layers, self._unserved = scan(self._model, given, patterns=self._patterns)
+        self._found = [(layer, layer.given) for layer in self._layers], self._unserved
         for layer in self._layers:
             layer.count_from(self._counted.get(layer.name, {}))
         give_transfers(self._layers, self._given_transfers)
@@ -96,6 +105,32 @@ class LayerOptimizer(WithStateDict, Joins):
         self._numbers = []
         self._attached = True
         self._require()
+
+    def _follow_groups(self) -> None:
+        """Train the parameters that are in the groups now: a user may take some out, and put them back.
+
+        Raises:
+            RuntimeError: if a parameter was put into a group that was in none before.
+        """
+        if self._plan.has_parameters_of(self._local_groups()):
+            return
+        layers, unserved = self._found
+        now = self._group_of()
+        if not now.keys() <= {p for _, given in layers for p in given}:
+            raise RuntimeError(
+                "A parameter was put into param_groups that this optimizer was not made with. Call "
+                "add_param_group, or make a new optimizer."
+            )
+        for layer, given in layers:
+            layer.given = [p for p in given if p in now]
+        removed = [layer for layer, _ in layers if not layer.given]
+        for layer in removed:
+            layer.clear()
+        self._layers = [layer for layer, _ in layers if layer.given]
+        self._unserved = unserved + [
+            Unserved(layer.name, layer.kind.kind, NOT_GIVEN, tuple(layer.tensors.values()))
+            for layer in removed
+        ]
 
     def _require(self) -> None:
         """Plan the next step, and tell layers and hooks what it will need."""
@@ -143,6 +178,9 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def _require_anew(self) -> None:
         """Plan again before a forward pass if settings have changed since the last step."""
+        self._follow_groups()
+        if not self._layers:
+            return
         if not self._is_planned() and all(layer.starts_afresh() for layer in self._layers):
             self._require()
 
@@ -290,6 +328,7 @@ class LayerOptimizer(WithStateDict, Joins):
 
     def _layers_with_gradient(self) -> Trained:
         """Return the layers that this step moves, with their tensors."""
+        self._follow_groups()
         check_intact(self._layers)
         if self._join_config.enable and not self._hooks.averaging.is_alone:
             self._share_gradients()
@@ -354,7 +393,8 @@ class LayerOptimizer(WithStateDict, Joins):
             still = all(float(group["lr"]) == 0 for group in self._local_groups())
             return still and not any(holds(g.any(), unknown=True) for g in gradients)
         others = [group for group in self.param_groups if group["fallback"]]
-        return skipped or any(p.grad is not None for group in others for p in group["params"])
+        idle = skipped or not self._layers  # the user has taken all layers out of the groups
+        return idle or any(p.grad is not None for group in others for p in group["params"])
 
     def _step_without_problems(self, trained: Trained) -> None:
         """Step the outer optimizer's other parameters, or make states without content.

@@ -95,7 +95,7 @@ class Plan:
     def __init__(self, groups: Iterable[Group], components: Components) -> None:
         self._groups, self._components = list(groups), components
         self.group_of = {p: group for group in self._groups for p in group["params"]}
-        self._parameters, self._settings = self._parameters_now(), self._settings_now()
+        self._parameters, self._settings = _parameters_of(self._groups), _settings_of(self._groups)
         self._layers: dict[LayerRecord, tuple[object, LayerPlan]] = {}
         self._row_uses: dict[LayerRecord, tuple[object, RowUse | None]] = {}
         self._required_for: list[object] | None = None  # roles that the passes record for
@@ -108,8 +108,12 @@ class Plan:
             groups: the optimizer's groups of local problems; a user may have replaced one.
         """
         same = len(groups) == len(self._groups) and all(map(is_, groups, self._groups))
-        unchanged = same and self._settings == self._settings_now()
-        return unchanged and self._parameters == self._parameters_now()
+        unchanged = same and self._settings == _settings_of(self._groups)
+        return unchanged and self.has_parameters_of(groups)
+
+    def has_parameters_of(self, groups: Sequence[Group]) -> bool:
+        """Return True if the groups have the parameters that this plan was made for."""
+        return self._parameters == _parameters_of(groups)
 
     def note_required(self, layers: Iterable[LayerRecord]) -> None:
         """Note that the layers record what this plan needs of them in their present roles."""
@@ -204,11 +208,13 @@ class Plan:
         """Return True if a step is more than one iteration along the parameters' gradients."""
         return any(_has_curvature(group, self._components) for group in self._groups)
 
-    def _settings_now(self) -> list[object]:
-        return [group[name] for group in self._groups for name in PLAN_SETTINGS]
 
-    def _parameters_now(self) -> list[int]:
-        return [id(p) for group in self._groups for p in group["params"]]
+def _settings_of(groups: Sequence[Group]) -> list[object]:
+    return [group[name] for group in groups for name in PLAN_SETTINGS]
+
+
+def _parameters_of(groups: Sequence[Group]) -> list[int]:
+    return [id(p) for group in groups for p in group["params"]]
 
 
 def problems_before(group: Group) -> int:

@@ -106,7 +106,8 @@ class Outer:
             groups: LocoProp's groups, whose learning rates schedules change.
 
         Raises:
-            RuntimeError: if parameters that the optimizers do not have were unfrozen.
+            RuntimeError: if parameters that the optimizers do not have were unfrozen, or parameters
+                that they have were taken out of the groups.
             ValueError: if one group of the optimizers has parameters with different factors.
         """
         if any(p.grad is not None for p in self._missing):
@@ -118,6 +119,11 @@ class Outer:
         factors = {
             p: f for group, f in zip(groups, of_groups, strict=True) for p in group["params"]
         }
+        if any(p not in factors for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "A parameter was taken out of param_groups, and outer= still trains it. Freeze it by "
+                "requires_grad_(False) instead, or take it out of the groups of outer= too."
+            )
         of_outer = [[factors[p] for p in group["params"]] or [1.0] for group in self.param_groups]
         if any(max(own) - min(own) > RATE_TOLERANCE * max(own) for own in of_outer):
             raise ValueError(
