@@ -154,6 +154,24 @@ def test_only_a_step_in_bfloat16_takes_a_coarse_square(monkeypatch: pytest.Monke
         asked.clear()
 
 
+def test_rows_in_bfloat16_stay_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under autocast the input of a layer is in bfloat16, and its weight in float32."""
+    asked = []
+
+    def noted(x: Tensor, dtype: torch.dtype, *, coarse: bool = False) -> Any:
+        asked.append((x.dtype, dtype))
+        return gram_in(x, dtype, coarse=coarse)
+
+    gram_in = dispatch.gram_in
+    monkeypatch.setattr(dispatch, "gram_in", noted)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    opt = LocoProp(model, preset="spectral")
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(9, 2)).sum().backward()
+    opt.step()
+    assert asked == [(torch.bfloat16, torch.float32), (torch.float32, torch.float32)]
+
+
 def relative_error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected).norm() / expected.norm())
 

@@ -107,7 +107,10 @@ def gram_of_call(
         structure: the entries of XᵀX that are computed.
         coarse: 16 of the 24 digits of float32 suffice.
     """
-    linear_map, x = layer.kind.linear_map, layer.collected([call])
+    linear_map, like = layer.kind.linear_map, layer.like
+    if coarse and call.x.dtype == torch.bfloat16:  # converted as part of the products
+        like = torch.empty_like(like, dtype=call.x.dtype)
+    x = layer.kind.collect([call.x], [call.shape], like)
     blocks = [x] if linear_map.holds_rows else linear_map.row_blocks(x)
     first, *rest = (
         dispatch.gram_in(block, dtype, coarse=coarse)
