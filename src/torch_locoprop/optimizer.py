@@ -12,6 +12,7 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch import distributed, nn
+from torch._compile import _disable_dynamo
 
 from torch_locoprop.config.arguments import check_arguments, with_settings
 from torch_locoprop.config.components import Components
@@ -155,6 +156,7 @@ class LocoProp(WithParamGroups):
     @overload
     def step(self, closure: Callable[[], Any]) -> Any: ...
 
+    @_disable_dynamo  # torch.compile(opt.step) would take a minute, and make nothing faster
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step of the paper's Algorithms 1 to 4.

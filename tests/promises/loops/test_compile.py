@@ -6,6 +6,7 @@ import copy
 import gc
 import shutil
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -581,6 +582,36 @@ def test_a_backward_pass_that_is_compiled_too_is_told() -> None:
         backward(*data())
     with pytest.raises(RuntimeError, match="No layer recorded a backward pass"):
         opt.step()
+
+
+@pytest.mark.parametrize("variant", ["general", "locoprop-m"])
+def test_a_compiled_step_is_the_eager_step(variant: str) -> None:
+    results = []
+    for compiled in (False, True):
+        model, counter = make(), CompileCounterWithBackend("eager")
+        opt = loco(model, variant)
+        step = torch.compile(opt.step, backend=counter) if compiled else opt.step
+        for seed in range(STEPS):
+            plain(model, *data(seed=seed))
+            step()
+            opt.zero_grad()
+        assert counter.frame_count == 0
+        results.append(weights(model))
+    assert_close(*results, 0.0)
+
+
+def test_the_closure_of_a_step_may_be_compiled() -> None:
+    results = []
+    for compiled in (False, True):
+        model, counter = make(), CompileCounterWithBackend("aot_eager")
+        opt = loco(model)
+        call = torch.compile(model, backend=counter, fullgraph=True) if compiled else model
+        for seed in range(STEPS):
+            opt.zero_grad()
+            opt.step(partial(plain, call, *data(seed=seed)))
+        assert counter.frame_count == compiled
+        results.append(weights(model))
+    assert_close(*results)
 
 
 def test_a_whole_step_in_a_compiled_function_is_told() -> None:
