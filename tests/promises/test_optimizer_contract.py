@@ -196,6 +196,33 @@ def test_parameters_that_came_before_the_first_step_are_told() -> None:
     step(model, opt)  # a second warning would be an error
 
 
+@pytest.mark.parametrize("options", [{}, {"variant": "locoprop-m"}, {"solver": "exact"}])
+def test_sparse_gradients_are_refused_before_anything_moves(options: dict[str, Any]) -> None:
+    model = network()
+    opt = LocoProp(model, output_transfer="sigmoid", **options)
+    x, start = batch(8, 6), weights(model)
+    cross_entropy(model(x), x[:, :3]).backward()
+    weight = model[2].weight
+    weight.grad = weight.grad.to_sparse()
+    with pytest.raises(RuntimeError, match="weight of layer '2' has a sparse gradient"):
+        opt.step()
+    assert all(map(torch.equal, start, weights(model)))
+    weight.grad = weight.grad.to_dense()
+    opt.step()
+    assert not any(map(torch.equal, start, weights(model)))
+
+
+def test_code_without_a_name_is_told_too() -> None:
+    """As of tools that run code by ``exec`` in a namespace of its own."""
+    model, opt = make(variant="locoprop-m")
+    x = batch(8, 6)
+    cross_entropy(model(x), x[:, :3]).backward()
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.warns(UserWarning, match="was written to between the forward pass and step"):
+        exec("opt.step()", {"opt": opt})
+
+
 def test_the_public_names_are_attributes_of_the_package() -> None:
     names = "baselines losses regularizers solvers targets transfers variants LocoProp Variant"
     names += " Guards TrainingStep functional"

@@ -176,6 +176,21 @@ class LocalLayer:
         return nullcontext()
 
 
+def check_dense(layers: Mapping[Any, Mapping[str, nn.Parameter]]) -> None:
+    """Raise ``RuntimeError`` if a gradient is sparse.
+
+    Args:
+        layers: layers with the tensors that have a gradient.
+    """
+    for layer, own in layers.items():
+        for name, p in own.items():
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise RuntimeError(
+                    f"The {name} of layer {layer.name!r} has a sparse gradient, which LocoProp does "
+                    "not support. Set p.grad = p.grad.to_dense() before step()."
+                )
+
+
 def check_intact(layers: Iterable[LocalLayer]) -> None:
     """Raise ``RuntimeError`` if a module no longer has the parameters the optimizer was given."""
     for layer in layers:

@@ -22,7 +22,7 @@ from torch_locoprop.paper.tensors import holds
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.recording.hooks import ModelHooks
 from torch_locoprop.recording.layer_record import LayerRecord, check_reduced
-from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED, check_intact
+from torch_locoprop.recording.local_layer import COMPUTED, TRANSFORMED, check_dense, check_intact
 from torch_locoprop.recording.loss_terms import LossTerms
 from torch_locoprop.recording.model_scan import (
     NOT_GIVEN,
@@ -339,7 +339,9 @@ class LayerOptimizer(WithStateDict, Joins):
         check_reduced(unreduced)
         if self._measurements is not None:
             self._measurements.clear()
-        return {layer: own for layer in self._layers if (own := layer.with_gradient)}
+        trained = {layer: own for layer in self._layers if (own := layer.with_gradient)}
+        check_dense(trained)
+        return trained
 
     def _count_step(self) -> None:
         """Count a step of the local problems."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable
+from types import FrameType
 
 from torch_locoprop.recording.layer_record import LayerRecord
 
@@ -153,6 +154,11 @@ def _quoted(names: Iterable[str]) -> str:
 def _user_stacklevel() -> int:
     """Return the stacklevel of the first caller that is neither this library nor PyTorch."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_globals["__name__"].partition(".")[0] in _LIBRARIES:
+    while frame.f_back is not None and _package(frame) in _LIBRARIES:
         frame, level = frame.f_back, level + 1
     return level
+
+
+def _package(frame: FrameType) -> str:
+    """Return the package of the code that runs; empty for code that ``exec`` runs without a name."""
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
