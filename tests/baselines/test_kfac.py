@@ -596,6 +596,16 @@ def test_what_cannot_be_served() -> None:
         opt.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
 
 
+def test_parameters_may_not_be_taken_out_of_the_group() -> None:
+    model, opt = make()
+    x, start = batch(7, 6), weights(model)
+    cross_entropy(model(x), x[:, :3]).backward()
+    opt.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match=r"Freeze them with requires_grad_\(False\)"):
+        opt.step()
+    assert all(map(torch.equal, start, weights(model)))
+
+
 def test_a_model_that_is_a_layer_has_no_name() -> None:
     text = KFAC(nn.Linear(3, 2), lr=0.1, output_transfer="linear").summary()
     assert "(model)" in text

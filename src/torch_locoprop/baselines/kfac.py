@@ -137,8 +137,9 @@ class KFAC(WithFallback):
             The loss that the closure returned, or None without one.
 
         Raises:
-            RuntimeError: no backward pass was recorded since the last step, or the model's output was
-                not recorded, so that no labels could be drawn.
+            RuntimeError: no backward pass was recorded since the last step, the model's output was
+                not recorded, so that no labels could be drawn, or parameters were taken out of the
+                groups.
         """
         loss = None
         if closure is not None:
@@ -147,6 +148,11 @@ class KFAC(WithFallback):
         layers = [layer for layer in self._layers if layer.with_gradient]
         check_recorded(layers)
         group = self.param_groups[0]
+        if len(group["params"]) < sum(len(layer.given) for layer in self._layers):
+            raise RuntimeError(
+                "Parameters were taken out of param_groups, and KFAC trains the whole model it was "
+                "made for. Freeze them with requires_grad_(False)."
+            )
         with layers[0].in_own_precision():
             self._step_layers(layers, group)
         group["steps"] += 1
