@@ -45,7 +45,7 @@ from torch_locoprop.stepping.fallback_optimizer import FallbackFactory
 from torch_locoprop.stepping.graph_work import Directions, Trained, is_capturable
 from torch_locoprop.stepping.measurements import Measurements
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.method import MISSED, Plan, number_of, problems_before
+from torch_locoprop.stepping.method import MISSED, Plan, number_of, parameters_of, problems_before
 from torch_locoprop.stepping.outer_optimizer import Apply, capped_step
 from torch_locoprop.stepping.outer_state import own_entries
 from torch_locoprop.stepping.requirements import (
@@ -86,6 +86,7 @@ class LayerOptimizer(WithStateDict, Joins):
     _counted: dict[str, dict[str, int]]  # counts at a resumption or a change of groups
     # What the scan of the model has found: layers with the parameters given for them, other modules.
     _found: tuple[list[tuple[LayerRecord, list[nn.Parameter]]], list[Unserved]]
+    _followed: list[int]  # ids of the parameters in the groups, as layers know them
 
     def _attach(self) -> None:
         """Find the layers of the model and put hooks on them."""
@@ -94,6 +95,7 @@ class LayerOptimizer(WithStateDict, Joins):
         given = {p for group in self.param_groups for p in group["params"]}
         self._layers, self._unserved = scan(self._model, given, patterns=self._patterns)
         self._found = [(layer, layer.given) for layer in self._layers], self._unserved
+        self._followed = parameters_of(self._local_groups())
         for layer in self._layers:
             layer.count_from(self._counted.get(layer.name, {}))
         give_transfers(self._layers, self._given_transfers)
@@ -112,7 +114,8 @@ class LayerOptimizer(WithStateDict, Joins):
         Raises:
             RuntimeError: if a parameter was put into a group that was in none before.
         """
-        if self._plan.has_parameters_of(self._local_groups()):
+        given_now = parameters_of(self._local_groups())
+        if given_now == self._followed:
             return
         layers, unserved = self._found
         now = self._group_of()
@@ -131,6 +134,7 @@ class LayerOptimizer(WithStateDict, Joins):
             Unserved(layer.name, layer.kind.kind, NOT_GIVEN, tuple(layer.tensors.values()))
             for layer in removed
         ]
+        self._followed = given_now
 
     def _require(self) -> None:
         """Plan the next step, and tell layers and hooks what it will need."""

@@ -95,7 +95,7 @@ class Plan:
     def __init__(self, groups: Iterable[Group], components: Components) -> None:
         self._groups, self._components = list(groups), components
         self.group_of = {p: group for group in self._groups for p in group["params"]}
-        self._parameters, self._settings = _parameters_of(self._groups), _settings_of(self._groups)
+        self._parameters, self._settings = parameters_of(self._groups), _settings_of(self._groups)
         self._layers: dict[LayerRecord, tuple[object, LayerPlan]] = {}
         self._row_uses: dict[LayerRecord, tuple[object, RowUse | None]] = {}
         self._required_for: list[object] | None = None  # roles that the passes record for
@@ -113,7 +113,7 @@ class Plan:
 
     def has_parameters_of(self, groups: Sequence[Group]) -> bool:
         """Return True if the groups have the parameters that this plan was made for."""
-        return self._parameters == _parameters_of(groups)
+        return self._parameters == parameters_of(groups)
 
     def note_required(self, layers: Iterable[LayerRecord]) -> None:
         """Note that the layers record what this plan needs of them in their present roles."""
@@ -213,7 +213,8 @@ def _settings_of(groups: Sequence[Group]) -> list[object]:
     return [group[name] for group in groups for name in PLAN_SETTINGS]
 
 
-def _parameters_of(groups: Sequence[Group]) -> list[int]:
+def parameters_of(groups: Sequence[Group]) -> list[int]:
+    """Return the ids of the parameters in some groups, in their order."""
     return [id(p) for group in groups for p in group["params"]]
 
 

@@ -95,6 +95,28 @@ def test_they_are_frozen_until_they_are_put_back(names: list[str], options: dict
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("forward", [False, True])
+@pytest.mark.parametrize("gone", [slice(2, 4), slice(None)])
+def test_they_may_be_put_back_right_away(forward: bool, gone: slice) -> None:
+    results = []
+    for removes in (True, False):
+        model = network()
+        opt = loco(model, variant="locoprop-m", solver="sgd")
+        steps(opt, model, 0, 2)
+        if removes:
+            group = opt.param_groups[0]
+            before = list(group["params"])
+            take_out(opt, *before[gone])
+            if forward:
+                model(data()[0])
+            else:
+                opt.summary()
+            group["params"] = before
+        steps(opt, model, 2, 4)
+        results.append(weights(model))
+    assert all(map(torch.equal, *results))
+
+
 @each
 def test_they_may_be_taken_out_after_the_backward_pass(options: dict[str, Any]) -> None:
     model = network()
