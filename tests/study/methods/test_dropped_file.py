@@ -123,6 +123,7 @@ def test_it_takes_part_in_the_study_of_equal_budgets(tmp_path: Path) -> None:
     trial = {"method": "nadam@5", "settings": {}, "seed": 0}
     assert workers.config_of(trial, {}, "cuda").precision == "fp32"
     assert workers.config_of({**trial, "method": "adam"}, {}, "cuda").precision == "tf32"
+    assert workers.config_of(trial, {"precision": "tf32"}, "cuda").precision == "tf32"
 
 
 def test_no_table_by_methods_is_outside_of_the_records() -> None:

@@ -69,7 +69,7 @@ class Work:
     Args:
         task: The fields of a `RunConfig`, without those of a method.
         device: ``cpu`` or ``cuda``.
-        results: The file `results.jsonl`.
+        results: The file `results.jsonl`, or where a subclass stores results.
         images: The source of the images.
         runs: The folder for trials that are trained alone.
         together: Trials in one population at most. If more than one, only trials of methods without
@@ -89,18 +89,57 @@ class Work:
     deadline: float = math.inf
     revision: str = "unknown"
 
+    def store(
+        self,
+        trial: Trial,
+        config: RunConfig,
+        curve: Sequence[Metrics],
+        data: Dataset,
+        *,
+        together: int,
+        wall: float,
+    ) -> None:
+        """Append the result of a trial that has ended to the file of results.
+
+        Args:
+            trial: The trial.
+            config: Its configuration.
+            curve: The metrics of all epochs.
+            data: The images.
+            together: Trials in its population; 1 if it was trained alone.
+            wall: Its share of the seconds that they took, with evaluations.
+        """
+        last = curve[-1].to_dict()
+        line = {
+            **trial,
+            "epoch": last["epoch"],
+            "train_loss": last["train_loss"],
+            f"{self.second}_loss": last["test_loss"],
+            "diverged": last["diverged"],
+            "seconds": round(last["seconds"], 2),
+            "wall": round(wall, 2),
+            "train": [_rounded(row.train_loss) for row in curve],
+            self.second: [_rounded(row.test_loss) for row in curve],
+            "together": together,
+            "config": config.to_dict(),
+            "data": data.metadata,
+            "environment": environment(config.device),
+            "revision": self.revision,
+        }
+        append_line(self.results, json.dumps(line))
+
 
 def config_of(trial: Trial, task: Mapping[str, Any], device: str) -> RunConfig:
-    """Return the configuration of a trial."""
+    """Return the configuration of a trial; its precision is the method's, unless the task has one."""
     own = methods.get(trial["method"]).equal_budgets
     strict = device == "cpu" or (own is not None and own.strict)
+    usual = {"precision": "fp32" if strict else "tf32"}
     return RunConfig(
         trial["method"],
         trial["settings"],
         seed=trial["seed"],
-        precision="fp32" if strict else "tf32",
         device=device,
-        **task,
+        **{**usual, **task},
     )
 
 
@@ -165,7 +204,7 @@ def _train_alone(trial: Trial, config: RunConfig, data: Dataset, work: Work, wat
         return False
     last = result.metrics[-1].epoch
     wall = (time.monotonic() - began) * last / max(last - first, 1)
-    _store(trial, config, result.metrics, work, data, together=1, wall=wall)
+    work.store(trial, config, result.metrics, data, together=1, wall=wall)
     shutil.rmtree(folder)
     return True
 
@@ -189,11 +228,10 @@ class Recorder:
         for place, row in rows.items():
             self._curves[place].append(row)
             if row.diverged or row.epoch == self._configs[place].epochs:
-                _store(
+                self._work.store(
                     self._job[place],
                     self._configs[place],
                     self._curves[place],
-                    self._work,
                     self._data,
                     together=len(self._job),
                     wall=(time.time() - self._began) / len(self._job),
@@ -222,37 +260,6 @@ class Recorder:
                 f"{best:.2f}, {time.time() - self._began:.0f} s",
                 flush=True,
             )
-
-
-def _store(
-    trial: Trial,
-    config: RunConfig,
-    curve: Sequence[Metrics],
-    work: Work,
-    data: Dataset,
-    *,
-    together: int,
-    wall: float,
-) -> None:
-    """Append the result of a trial that has ended to the file of results."""
-    last = curve[-1].to_dict()
-    line = {
-        **trial,
-        "epoch": last["epoch"],
-        "train_loss": last["train_loss"],
-        f"{work.second}_loss": last["test_loss"],
-        "diverged": last["diverged"],
-        "seconds": round(last["seconds"], 2),
-        "wall": round(wall, 2),
-        "train": [_rounded(row.train_loss) for row in curve],
-        work.second: [_rounded(row.test_loss) for row in curve],
-        "together": together,
-        "config": config.to_dict(),
-        "data": data.metadata,
-        "environment": environment(config.device),
-        "revision": work.revision,
-    }
-    append_line(work.results, json.dumps(line))
 
 
 def _rounded(loss: float) -> float | None:
