@@ -44,6 +44,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunFolder]:
     elsewhere = {**MACHINE, "machine": EVIL}
     timed = [80.0, 70.0, 60.0]
     made(top / "timings" / "adam", timed, transfer="relu", seconds=0.3)
+    together = {**MACHINE, "population": 2}
+    made(top / "together", [80.0, 8.0], transfer="relu", seed=1, environment=together)
     return {
         "m0": made(top / "m0", [90.0, 40.0, 12.5, 10.0], "locoprop-m", checkpoint=True),
         "m1": made(top / "m1", [92.0, 44.0, 13.5, 11.0], "locoprop-m", seed=1),
@@ -322,7 +324,10 @@ def test_seconds_of_runs_that_were_alone_are_told_from_own(shown: Any) -> None:
     assert column(shown, "reach-seconds") == ["0.3", "–"]
     press(shown, "All details")
     told = shown.locator("#ranking .run p").all_inner_texts()
-    assert all(" 0.1 s, environment " in text for text in told), "what the runs themselves took"
+    (together,) = (text for text in told if text.startswith("seed 1:"))
+    assert " in a population, environment " in together
+    alone = [text for text in told if text != together]
+    assert all(" 0.1 s, environment " in text for text in alone), "what the runs themselves took"
 
 
 def test_the_ranking_sorts(shown: Any) -> None:
@@ -423,7 +428,7 @@ def test_tasks_are_apart_and_text_stays_text(shown: Any) -> None:
     assert shown.locator("#tasks button[aria-pressed='true']").inner_text() == "relu · 1 epoch"
     assert column(shown, "train") == ["8.00", "9.00"]
     assert column(shown, "method")[1] == EVIL
-    assert shown.locator("#legend .name").all_inner_texts() == ["adam", EVIL]
+    assert shown.locator("#legend .name").all_inner_texts() == ["adam\n2 seeds", EVIL]
     drawn = list(curves(shown))
     assert drawn == ["adam", "&lt;/script&gt;&lt;img src=x onerror=alert(1)&gt;"]
     assert shown.locator("img[src='x']").count() == 0

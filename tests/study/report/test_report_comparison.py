@@ -398,6 +398,21 @@ def test_seconds_come_from_runs_that_were_alone(tmp_path: Path) -> None:
     assert [row["alone"] for row in ranked] == [True, False, False, True, False]
 
 
+def test_seconds_and_memory_of_a_population_are_not_those_of_a_run(tmp_path: Path) -> None:
+    together = {**MACHINE, "population": 2}
+    made(tmp_path / "alone", [9.0, 4.0], seconds=0.25, device="cuda")
+    for seed in (1, 2):
+        more = {"seed": seed, "seconds": 0.5, "environment": together, "device": "cuda"}
+        made(tmp_path / f"adam{seed}", [9.0, 5.0], **more)
+        made(tmp_path / f"sgd{seed}", [9.0, 6.0], "sgd", **more)
+    (task,) = comparison.tasks(find([tmp_path])[0])
+    adam, sgd = page.ranking(task)
+    assert (adam["seeds"], sgd["seeds"]) == ([0, 1, 2], [1, 2])
+    for name, expected in (("seconds", 0.25), ("memory", 51.0)):
+        assert (adam[name]["mean"], adam[name]["number"]) == (expected, 1)
+        assert sgd[name] is None
+
+
 def test_timings_of_other_images_are_not_taken(tmp_path: Path) -> None:
     made(tmp_path / "a", [9.0, 4.0])
     files = made(tmp_path / "timings" / "a", TIMED)

@@ -138,8 +138,9 @@ function copyButton(text, code) {
 function runBlock(run) {
   const code = element("code", {}, run.command);
   const last = (name) => shown(run[name].at(-1));
+  const took = run.own_seconds === null ? "in a population" : `${run.own_seconds.toFixed(1)} s`;
   const words = `seed ${run.seed}: ${run.state}, epoch ${run.epoch}, train ${last("train")}, ` +
-    `test ${last("test")}, ${run.own_seconds.toFixed(1)} s, environment ${run.environment}, in `;
+    `test ${last("test")}, ${took}, environment ${run.environment}, in `;
   return element("div", { class: "run" },
     element("p", {}, words, element("code", {}, run.folder)),
     element("div", { class: "command" }, code, copyButton(run.command, code)));

@@ -11,13 +11,13 @@ import math
 import os
 import shlex
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.description import RunError
-from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunFolder
+from torch_locoprop.study.training.run_folder import POPULATION, TIMINGS, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult
 
 FINISHED, INTERRUPTED, DIVERGED = "finished", "interrupted", "diverged"
@@ -38,7 +38,10 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """The content of a run's folder; `metrics` has at least one epoch."""
+    """The content of a run's folder; `metrics` has at least one epoch.
+
+    A run that was trained in a population has NaN for seconds and memory.
+    """
 
     folder: Path
     config: dict[str, Any]
@@ -142,6 +145,8 @@ def read(folder: Path) -> Run:
         known = all(isinstance(number, int | float) for number in numbers)
         if row.epoch != index or not known or not all(map(math.isfinite, numbers[2:])):
             raise RunError(f"line {index + 1} of metrics.jsonl is not epoch {index}.")
+    if POPULATION in environment:  # these numbers say nothing about a run alone
+        metrics = tuple(replace(row, seconds=math.nan, memory_mib=math.nan) for row in metrics)
     return Run(folder, config, data, environment, metrics)
 
 

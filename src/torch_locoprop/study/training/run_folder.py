@@ -40,6 +40,12 @@ _UNREADABLE = (RuntimeError, OSError, EOFError, pickle.UnpicklingError, KeyError
 TIMINGS = "timings"
 """The subfolder for runs without other work on the machine; only their seconds are used."""
 
+POPULATION = "population"
+"""The entry of an environment that counts the runs that trained together; a run alone has none.
+
+The seconds of such a run are its share of the population's, and its memory is that of all members.
+"""
+
 
 @dataclass(frozen=True)
 class Metrics:
