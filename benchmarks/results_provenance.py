@@ -17,7 +17,9 @@ OPENING = """# Provenance of the runs
 
 This repeats a run: `locoprop train --config results/FOLDER/RUN/config.json`. The runs so far have not
 recorded the revision of their code, as new ones do. The last column has the commit that added them;
-their code is not newer. Written by `python benchmarks/results_provenance.py`.
+their code is not newer. `2 together` after a machine: the runs were trained as populations of two
+(`python -m benchmarks.more_seeds`), so their seconds and memory are not those of a run alone. Written
+by `python benchmarks/results_provenance.py`.
 """
 
 
@@ -48,9 +50,10 @@ def table(top: Path = RESULTS) -> str:
         path = folder.relative_to(top)
         content = json.loads((folder / "config.json").read_text())
         environment = content["environment"]
+        together = f", {environment['population']} together" if "population" in environment else ""
         key = (
             str(path.parent),
-            environment["machine"],
+            environment["machine"] + together,
             content["config"]["precision"],
             environment["torch"].partition("+")[0],
             environment["torch_locoprop"],

@@ -1,5 +1,6 @@
 """The committed results: every run is whole, finished and documented."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -79,6 +80,22 @@ def test_commits_are_those_that_added_the_runs(tmp_path: Path) -> None:
         "first/config.json": first,
         "second/config.json": second,
     }
+
+
+def test_runs_of_a_population_have_rows_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results_provenance, "revisions", lambda top: {})
+    machine = {"machine": "m1", "torch": "2.11.0+cu130", "torch_locoprop": "0.1.0"}
+    for name, more in (("a-s0", {}), ("a-s1", {"population": 2}), ("a-s2", {"population": 2})):
+        (tmp_path / "task" / name).mkdir(parents=True)
+        content = {"config": {"precision": "tf32"}, "environment": {**machine, **more}}
+        (tmp_path / "task" / name / "config.json").write_text(json.dumps(content))
+    rest = "tf32 | 2.11.0 | 0.1.0 | not committed |"
+    assert results_provenance.table(tmp_path).splitlines()[2:] == [
+        f"| `task` | `a-s0` | m1 | {rest}",
+        f"| `task` | `a-s1`, `a-s2` | m1, 2 together | {rest}",
+    ]
 
 
 def test_the_figures_of_the_benchmarks_have_no_font_of_type_3() -> None:
