@@ -10,6 +10,7 @@
     python -m benchmarks.timeline      when each kernel of a step runs on the GPU
     python -m benchmarks.rounding      the loss of LocoProp-S with products in TF32
     python -m benchmarks.equal_budgets whole training runs, each method tuned with equal budgets
+    python -m benchmarks.more_seeds    the seeds that runs in results/ have not, as populations
     python -m benchmarks.early_roots   does Shampoo gain from early inverse roots?
     python -m benchmarks.defaults      LocoProp without settings on many small tasks
     python -m benchmarks.mutation      which small changes of the mathematics does no test notice?
