@@ -1,7 +1,7 @@
 """What a step costs where no method waits for the host: every method's step as a CUDA graph.
 
     python -m benchmarks.graph_clock --models standard deep wide --out graph-clock.json
-    python -m benchmarks.graph_clock --show benchmarks/results/graph-clock-h200-tf32.json
+    python -m benchmarks.graph_clock --show results/timings/cuda-graphs.json
 
 In the study LocoProp and the first-order methods are replayed as CUDA graphs, and Muon, SOAP, K-FAC
 and Shampoo run eagerly, so that their seconds compare engineering too. Here the updates of these four,

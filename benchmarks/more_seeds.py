@@ -21,7 +21,6 @@ number of members as `population`. No package besides torch is needed.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import tempfile
 import time
@@ -29,17 +28,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.results_table import by_clock
+from benchmarks.results_table import IMAGES
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.equal_budgets import workers
 from torch_locoprop.study.equal_budgets.trials import Trial
 from torch_locoprop.study.equal_budgets.workers import Job, Work, has_population
 from torch_locoprop.study.figures.images import Images
+from torch_locoprop.study.figures.run_library import GraphClock
 from torch_locoprop.study.machine import environment, revision
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.run_folder import POPULATION, Metrics, RunFolder
 
-CLOCK = Path(__file__).parent / "results" / "graph-clock-h200-tf32.json"
+CLOCK = Path(__file__).parents[1] / "results" / "timings" / "cuda-graphs.json"
 TIMED_AS = {"adam": "adamw", "rmsprop": "adamw"}
 """Methods that the clock lacks, and those that take about as long."""
 
@@ -84,7 +84,7 @@ class Source:
         """
         timed_as = TIMED_AS.get(self.config.method, self.config.method)
         config = replace(self.config, method=timed_as, settings={})
-        epoch = by_clock(config, json.loads(CLOCK.read_text()))
+        epoch = GraphClock.read(CLOCK).seconds(config, IMAGES)
         if epoch is None:
             return START + max((row.seconds for row in self.run.metrics()), default=0.0), "seed 0"
         return START + PER_MEMBER * members * config.epochs * epoch, "clock"

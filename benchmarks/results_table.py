@@ -4,7 +4,7 @@
     python benchmarks/results_table.py results/mnist-tanh-standard --varied
     python benchmarks/results_table.py results/mnist-tanh-standard --reach 60 55 53 52
     python benchmarks/results_table.py results/mnist-tanh-standard --reach 53 52 51 \
-        --clock benchmarks/results/graph-clock-h200-tf32.json
+        --clock results/timings/cuda-graphs.json
 
 One row a method and its settings, the best final train loss first; several numbers are several seeds,
 and curves are their means. Seconds are of all epochs, from runs that had the machine to themselves.
@@ -17,14 +17,13 @@ which every method's step is a CUDA graph, and shows the methods of that file on
 
 import argparse
 import json
-import math
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from torch_locoprop.study import methods
+from torch_locoprop.study.figures.run_library import GraphClock
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.population_run import without_numbers
 from torch_locoprop.study.training.run_result import RunResult, result_of
@@ -109,19 +108,12 @@ def passed(level: float, runs: list[RunResult]) -> int | None:
     return None
 
 
-def by_clock(config: RunConfig, clock: dict[str, Any]) -> float | None:
-    """The seconds of an epoch by a file of `benchmarks.graph_clock`, or None if it has none."""
-    step = clock["models"].get(config.model, {}).get(config.method, {})
-    alike = config.batch_size == clock["batch"] and config.precision in ("fp32", "tf32")
-    return math.ceil(IMAGES / config.batch_size) * step["ms"] / 1e3 if alike and step else None
-
-
 def reach_row(
-    levels: list[float], runs: list[RunResult], clock: dict[str, Any] | None = None
+    levels: list[float], runs: list[RunResult], clock: GraphClock | None = None
 ) -> list[str]:
     """Epoch and seconds to each level."""
     config = runs[0].config
-    each = seconds_per_epoch(config) if clock is None else by_clock(config, clock)
+    each = seconds_per_epoch(config) if clock is None else clock.seconds(config, IMAGES)
     epochs = [passed(level, runs) for level in levels]
     cells = [
         "–" if epoch is None else f"{epoch}" if each is None else f"{epoch}: {epoch * each:.1f} s"
@@ -156,14 +148,14 @@ def reach_table(
     folder: Path,
     levels: list[float],
     varied: bool = False,
-    clock: dict[str, Any] | None = None,
+    clock: GraphClock | None = None,
 ) -> str:
     """When each passed the levels, as Markdown: `epoch: seconds`."""
     head = ["method", *(f"train loss {level:g}" for level in levels), "seconds per epoch"]
     shown = [
         runs
         for runs in gathered(folder, varied)
-        if clock is None or by_clock(runs[0].config, clock) is not None
+        if clock is None or clock.seconds(runs[0].config, IMAGES) is not None
     ]
     return markdown(head, [reach_row(levels, runs, clock) for runs in shown])
 
@@ -182,7 +174,7 @@ if __name__ == "__main__":
     if given.clock and not given.reach:
         parser.error("--clock needs --reach.")
     if given.reach:
-        clock = json.loads(given.clock.read_text()) if given.clock else None
+        clock = GraphClock.read(given.clock) if given.clock else None
         print(reach_table(given.folder, given.reach, given.varied, clock))
     else:
         print(table(given.folder, given.varied))

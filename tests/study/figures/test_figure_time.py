@@ -1,5 +1,6 @@
 """The figure of times to fixed train losses: points by hand, words for what has none, its caption."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -15,8 +16,10 @@ from matplotlib.lines import Line2D
 from torch_locoprop.study import methods
 from torch_locoprop.study.figures import captions, run_library, time_to_loss, timings
 from torch_locoprop.study.figures.loss_lines import Drawn
+from torch_locoprop.study.figures.run_library import Found, GraphClock
 from torch_locoprop.study.figures.time_to_loss import Reached
 from torch_locoprop.study.training import runner
+from torch_locoprop.study.training.description import RunError
 
 TARGETS = (53.0, 52.0, 51.0)
 
@@ -78,6 +81,69 @@ def test_cuda_graphs_are_filled_and_eager_methods_open() -> None:
     assert names == ["53", "52", "51", "filled: as a CUDA graph", "open: run eagerly"]
 
 
+def clock_of(path: Path, **milliseconds: float) -> GraphClock:
+    """A clock that has read its file, with batches of 20 images of the standard model."""
+    steps = {name: {"ms": ms, "step_ms": ms} for name, ms in milliseconds.items()}
+    content = {
+        "models": {"standard": {**steps, "soap": {"missing": "a reason"}}},
+        "batch": 20,
+        "precision": "tf32",
+        "environment": {"machine": "a GPU"},
+    }
+    path.write_text(json.dumps(content))
+    return GraphClock.read(path)
+
+
+def test_all_methods_have_points_of_their_steps_as_cuda_graphs(tmp_path: Path) -> None:
+    """An epoch has two steps of 20 of the 40 images."""
+    clock = clock_of(tmp_path / "clock.json", muon=250.0, adam=100.0)
+    own = [on_gpu(line(name, found(name, FAST), seconds=2.0)) for name in ("adam", "muon", "soap")]
+    own = [replace(each, runs=tuple(in_batches(run, 20) for run in each.runs)) for each in own]
+    adam, muon, soap = (time_to_loss.reached(each, TARGETS, 40, clock) for each in own)
+    assert [adam.as_graph, muon.as_graph, soap.as_graph] == pytest.approx([0.2, 0.5, None])
+    assert [adam.eager, muon.eager, soap.eager] == [None, 2.0, 2.0]
+    (axes,) = time_to_loss.draw({"standard": [adam, muon, soap]}, TARGETS, "title", "").axes
+    faces = {
+        name: [(each.get_markerfacecolor(), each.get_xdata()[0]) for each in points(axes, name)]
+        for name in ("adam", "muon")
+    }
+    own_colour = {name: methods.colour(name) for name in faces}
+    assert faces["adam"] == [(own_colour["adam"], pytest.approx(0.2 * at)) for at in (1, 3, 4)]
+    assert faces["muon"] == [
+        *((own_colour["muon"], pytest.approx(0.5 * at)) for at in (1, 3, 4)),
+        *(("white", 2.0 * at) for at in (1, 3, 4)),
+    ]
+    caption = time_to_loss.caption({"standard": [muon]}, TARGETS, "Title", "", [])
+    assert "| Muon | 0 | 2 | 0.5 | 2.0 | 6 | 1.5 | 6.0 | 8 | 2.0 | 8.0 |" in caption
+    assert time_to_loss.ordered({"standard": [soap, muon, adam]}) == ["Adam", "Muon", "SOAP"]
+
+
+def in_batches(run: Found, size: int) -> Found:
+    config = replace(run.config, batch_size=size, model="standard", device="cuda", precision="tf32")
+    return replace(run, result=replace(run.result, config=config))
+
+
+def test_the_clock_counts_for_its_batch_and_model_alone(tmp_path: Path) -> None:
+    clock = clock_of(tmp_path / "clock.json", muon=250.0)
+    config = in_batches(found("muon", FAST), 20).config
+    assert clock.seconds(config, 41) == pytest.approx(0.75)
+    assert clock.machine == "a GPU, tf32"
+    for other in ({"batch_size": 10}, {"model": "deep"}, {"method": "soap"}):
+        assert clock.seconds(replace(config, **other), 40) is None
+    (tmp_path / "clock.json").write_text('{"models": []}')
+    with pytest.raises(RunError, match=r"clock\.json is not a file of benchmarks"):
+        GraphClock.read(tmp_path / "clock.json")
+
+
+def test_the_library_finds_the_clock_beside_the_timings(tmp_path: Path) -> None:
+    library = small.Making(small.order(tmp_path, only_existing=True)).maker.library
+    assert library.graph_clock() is None
+    folder = library.folders[0] / "timings"
+    folder.mkdir(parents=True)
+    expected = clock_of(folder / run_library.GRAPH_CLOCK, muon=1.0)
+    assert library.graph_clock() == expected
+
+
 def test_what_has_no_point_is_said() -> None:
     tasks = {
         "standard": [row("adam", SHORT), row("muon", FAST), row("sgd", FAST, seconds=None)],
@@ -115,9 +181,9 @@ def test_the_table_has_steps_and_seconds_with_their_spread() -> None:
     caption = time_to_loss.caption(tasks, TARGETS, "Title", "", ["Made by: `x`"])
     table = [text for text in caption.splitlines() if text.startswith("|")]
     assert table[2:] == [
-        "| Adam | yes | 0, 1 | 3 ± 1 | 3.0 ± 1.4 | 6 ± 0 | 6.0 ± 0.0 | 8 ± 0 | 8.0 ± 0.0 |",
-        "| Muon | no | 0, 1 | 4 ± 0 | 4.0 ± 0.0 | 6 (1 of 2 seeds) | 6.0 (1 of 2 seeds) "
-        "| 8 (1 of 2 seeds) | 8.0 (1 of 2 seeds) |",
+        "| Adam | 0, 1 | 3 ± 1 | 3.0 ± 1.4 |  | 6 ± 0 | 6.0 ± 0.0 |  | 8 ± 0 | 8.0 ± 0.0 |  |",
+        "| Muon | 0, 1 | 4 ± 0 |  | 4.0 ± 0.0 | 6 (1 of 2 seeds) |  | 6.0 (1 of 2 seeds) "
+        "| 8 (1 of 2 seeds) |  | 8.0 (1 of 2 seeds) |",
     ]
     assert caption.endswith("±: the standard deviation over the seeds.\n\nMade by: `x`\n")
 
@@ -170,8 +236,8 @@ def test_it_has_all_methods_with_runs_and_timings(tmp_path: Path) -> None:
     kinds = [path.name for path in made.files]
     assert kinds == ["time-to-loss.png", "time-to-loss.pdf", "time-to-loss.md"]
     caption = made.files[2].read_text()
-    assert "\n| Adam | no | 0 |" in caption
-    assert "\n| PocoProp-M | no | 0 |" in caption
+    assert "\n| Adam | 0 |" in caption
+    assert "\n| PocoProp-M | 0 |" in caption
     assert "| SGD |" not in caption
     assert "Made by: `locoprop figure time-to-loss`" in caption
     assert "## Deep autoencoder" in caption, "all tasks of this scale are the same one"

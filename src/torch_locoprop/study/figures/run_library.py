@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ from torch_locoprop.study.training.description import RunError
 from torch_locoprop.study.training.population_run import without_numbers
 from torch_locoprop.study.training.run_folder import TIMINGS, Metrics, RunFolder
 from torch_locoprop.study.training.run_result import RunResult
+
+GRAPH_CLOCK = "cuda-graphs.json"
+"""The file in a folder of timings that `benchmarks.graph_clock` has written."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,47 @@ class Found:
         return self.result.metrics
 
 
+@dataclass(frozen=True)
+class GraphClock:
+    """What a step costs with all work in one CUDA graph, by `benchmarks/graph_clock.py`.
+
+    Args:
+        milliseconds: of a step, by model and method.
+        batch: images of a batch.
+        machine: where it was measured.
+    """
+
+    milliseconds: Mapping[str, Mapping[str, float]]
+    batch: int
+    machine: str
+
+    @classmethod
+    def read(cls, path: Path) -> GraphClock:
+        """Read the file that `benchmarks.graph_clock` has written.
+
+        Raises:
+            RunError: the file is not one of its files.
+        """
+        try:
+            content = json.loads(path.read_text())
+            milliseconds = {
+                model: {name: float(row["ms"]) for name, row in rows.items() if "ms" in row}
+                for model, rows in content["models"].items()
+            }
+            machine = f"{content['environment']['machine']}, {content['precision']}"
+            return cls(milliseconds, int(content["batch"]), machine)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise RunError(f"{path} is not a file of benchmarks.graph_clock: {error}") from error
+
+    def seconds(self, config: RunConfig, images: int) -> float | None:
+        """Return the seconds of an epoch of a configuration; None if its step was not measured."""
+        step = self.milliseconds.get(config.model, {}).get(config.method)
+        alike = config.batch_size == self.batch and config.precision in ("fp32", "tf32")
+        if step is None or not alike:
+            return None
+        return math.ceil(images / config.batch_size) * step / 1e3
+
+
 class Library:
     """The runs in some folders and their subfolders; new runs go into the first folder."""
 
@@ -107,6 +152,14 @@ class Library:
         key = timing_key(self.place.on(config), self.place) + TIMINGS
         finished = [each for each in self._of(key, config) if each.result.finished]
         return [each for each in finished if each.config.epochs >= config.epochs]
+
+    def graph_clock(self) -> GraphClock | None:
+        """Return the measured steps as CUDA graphs, from the first folder of timings that has them."""
+        for root in self.folders:
+            folder = root if root.name == TIMINGS else root / TIMINGS
+            if (path := folder / GRAPH_CLOCK).is_file():
+                return GraphClock.read(path)
+        return None
 
     def folder_for(self, config: RunConfig) -> Path:
         """Return the folder for a run: that of its unfinished run, or a new one."""

@@ -1,7 +1,8 @@
 """The figure of times to fixed train losses: a panel for each timed task, a row for each method.
 
 The steps to a loss are those of a whole run, in its own schedule, and the loss is known at the end of
-every epoch. Seconds are these epochs times the seconds of an epoch from the timings (`timings.py`).
+every epoch. Seconds are these epochs times the seconds of an epoch: once with every step as a CUDA
+graph (`run_library.GraphClock`), and once as the study runs the method (`timings.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch_locoprop.study.figures.catalog import TIMED, entry_of
 from torch_locoprop.study.figures.figure_request import MadeFigure
 from torch_locoprop.study.figures.loss_figures import Maker
 from torch_locoprop.study.figures.loss_lines import Drawn
-from torch_locoprop.study.figures.run_library import Found, where_made
+from torch_locoprop.study.figures.run_library import Found, GraphClock, where_made
 from torch_locoprop.study.methods import colour
 
 NAME = "time-to-loss"
@@ -48,17 +49,26 @@ class Reached:
         epochs: For each run and target the first epoch at whose end the train loss was at most the
             target, or None if it never was.
         steps_per_epoch: Steps of an epoch.
+        as_graph: Seconds of an epoch whose steps are CUDA graphs; None if they are not known.
+        eager: Seconds of an epoch as the study runs the method, if its steps are launched eagerly.
     """
 
     line: Drawn
     epochs: Mapping[int, tuple[int | None, ...]]
     steps_per_epoch: int
+    as_graph: float | None
+    eager: float | None
 
-    def seconds(self, target: int) -> list[float | None]:
-        """Return the seconds of each run to a target, by its position."""
-        each = self.line.seconds
+    def seconds(self, target: int, *, eager: bool = False) -> list[float | None]:
+        """Return the seconds of each run to a target, by its position, with steps of one kind."""
+        each = self.eager if eager else self.as_graph
         found = (reached[target] for reached in self.epochs.values())
         return [None if at is None or each is None else at * each for at in found]
+
+    @property
+    def kinds(self) -> list[bool]:
+        """The kinds of steps whose seconds are known, CUDA graphs first; True is eager."""
+        return [eager for eager, each in ((False, self.as_graph), (True, self.eager)) if each]
 
     def steps(self, target: int) -> list[int | None]:
         """Return the steps of each run to a target, by its position."""
@@ -71,12 +81,26 @@ def first_epoch(run: Found, target: float) -> int | None:
     return next((row.epoch for row in run.metrics if row.train_loss <= target), None)
 
 
-def reached(line: Drawn, targets: Sequence[float], images: int) -> Reached:
-    """Return when each run of a line reached the targets, with this number of training images."""
+def reached(
+    line: Drawn, targets: Sequence[float], images: int, clock: GraphClock | None = None
+) -> Reached:
+    """Return when each run of a line reached the targets.
+
+    Args:
+        line: The runs of a method, with their seconds in the study.
+        targets: The train losses.
+        images: The number of training images.
+        clock: The times of steps as CUDA graphs; without one, those of methods that replay them.
+    """
     epochs = {
         run.config.seed: tuple(first_epoch(run, target) for target in targets) for run in line.runs
     }
-    return Reached(line, epochs, math.ceil(images / line.series.config.batch_size))
+    config = line.runs[0].config
+    replayed = timings.replays_cuda_graphs(config)
+    recorded = clock.seconds(config, images) if clock and config.device == "cuda" else None
+    as_graph = recorded or (line.seconds if replayed else None)
+    eager = None if replayed else line.seconds
+    return Reached(line, epochs, math.ceil(images / config.batch_size), as_graph, eager)
 
 
 def ordered(tasks: Mapping[str, Sequence[Reached]]) -> list[str]:
@@ -95,7 +119,13 @@ def _soonness(label: str, tasks: Mapping[str, Sequence[Reached]]) -> list[float]
     found = []
     for rows in tasks.values():
         own = [each for each in rows if each.line.series.label == label]
-        times = [time for each in own for time in each.seconds(0) if time is not None]
+        times = [
+            time
+            for each in own
+            for kind in each.kinds[:1]
+            for time in each.seconds(0, eager=kind)
+            if time is not None
+        ]
         found.append(mean(times) if times else math.inf)
     return found
 
@@ -104,11 +134,12 @@ def make_time_to_loss(maker: Maker) -> MadeFigure:
     """Draw the times to the targets of the scale, and write the caption with a table for each task."""
     request = maker.request
     timed, targets = maker.timed(TIMED), request.scale.targets
+    clock = maker.library.graph_clock()
     for each in timed.missing:
         maker.say(f"Missing in {NAME}: {each}.")
     tasks = {
         task: [
-            reached(line, targets, request.images.count(line.series.config.dataset))
+            reached(line, targets, request.images.count(line.series.config.dataset), clock)
             for line in lines
         ]
         for task, lines in timed.lines.items()
@@ -121,6 +152,11 @@ def make_time_to_loss(maker: Maker) -> MadeFigure:
         return MadeFigure(NAME, (), (), timed.missing)
     title = on_data(entry_of(NAME).title, runs)
     footer = [where_made(runs), how_timed(drawn, timed.machine)]
+    if clock is not None:
+        footer.append(
+            f"CUDA graphs: every step with its updates, on {clock.machine}, without evaluations "
+            f"(`benchmarks.graph_clock`)."
+        )
     if timed.missing:
         footer.append(f"Missing: {'; '.join(timed.missing)}.")
     footer.append(f"Made by: `{request.command_for(NAME)}`")
@@ -144,10 +180,10 @@ def caption(
     parts = [
         f"# {title}",
         f"{f'{note.capitalize()}. ' if note else ''}Seconds until the train loss is at most "
-        f"{_listed(targets)}, a point for each seed; filled for methods that are replayed as CUDA "
-        "graphs, open for those that run eagerly. The steps are those of whole runs in their own "
-        "schedule, and losses are known at the end of every epoch. Methods are in the order of their "
-        "seconds on the first task.",
+        f"{_listed(targets)}, a point for each seed; filled with every step as a CUDA graph, open as "
+        "the study runs the method, if it launches every step anew. The steps are those of whole runs "
+        "in their own schedule, and losses are known at the end of every epoch. Methods are in the "
+        "order of their seconds on the first task.",
     ]
     for task, rows in tasks.items():
         parts += [f"## {entry_of(task).heading}", _table(rows, targets)]
@@ -157,23 +193,21 @@ def caption(
 
 
 def _table(rows: Sequence[Reached], targets: Sequence[float]) -> str:
-    """Return the steps and seconds to each target, in the order of the seconds."""
-    head = ["method", "CUDA graphs", "seeds"]
+    """Return the steps to each target, and the seconds as CUDA graphs and eagerly."""
+    head = ["method", "seeds"]
     for target in targets:
-        head += [f"steps to {target:g}", f"seconds to {target:g}"]
+        head += [f"steps to {target:g}", "seconds", "eager"]
     labels = ordered({"": rows})
-    lines = [head, ["---", "---", "---", *["---:"] * (2 * len(targets))]]
+    lines = [head, ["---", "---", *["---:"] * (3 * len(targets))]]
     for each in sorted(rows, key=lambda each: labels.index(each.line.series.label)):
-        cells = [each.line.series.label, _way(each.line), ", ".join(map(str, each.epochs))]
+        cells = [each.line.series.label, ", ".join(map(str, each.epochs))]
         for at in range(len(targets)):
             cells.append(_spread(each.steps(at), 0))
-            cells.append("not timed" if each.line.seconds is None else _spread(each.seconds(at), 1))
+            for eager in (False, True):
+                known = eager in each.kinds
+                cells.append(_spread(each.seconds(at, eager=eager), 1) if known else "")
         lines.append(cells)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-
-def _way(line: Drawn) -> str:
-    return "yes" if timings.replays_cuda_graphs(line.runs[0].config) else "no"
 
 
 def _spread(values: Sequence[float | None], digits: int) -> str:
@@ -265,19 +299,20 @@ def _ticks(axes: Axes) -> tuple[int, ...]:
 
 def _points(axes: Axes, row: int, own: Reached, targets: Sequence[float]) -> float | None:
     """Draw a point for each seed and target; return the longest time, or None without any."""
-    method, seeds = own.line.series.painted_as, len(own.epochs)
+    method, seeds, last = own.line.series.painted_as, len(own.epochs), None
     paint = colour(method)
-    filled = timings.replays_cuda_graphs(own.line.runs[0].config)
-    times = [own.seconds(at) for at in range(len(targets))]
-    for seed in range(seeds):
-        y = row + APART * (seed - (seeds - 1) / 2)
-        known = [(time[seed], shape) for time, shape in zip(times, SHAPES, strict=False)]
-        points = [(x, shape) for x, shape in known if x is not None]
-        axes.plot([x for x, _ in points], [y] * len(points), color=paint, lw=0.9)
-        for x, shape in points:
-            look: dict[str, Any] = {"mec": paint, "mfc": paint if filled else "white", "mew": 1.1}
-            axes.plot([x], [y], ls="none", marker=shape, ms=4.6, **look)
-    return max((x for time in times for x in time if x is not None), default=None)
+    for eager in own.kinds:
+        look: dict[str, Any] = {"mec": paint, "mfc": "white" if eager else paint, "mew": 1.1}
+        times = [own.seconds(at, eager=eager) for at in range(len(targets))]
+        for seed in range(seeds):
+            y = row + APART * (seed - (seeds - 1) / 2)
+            known = [(time[seed], shape) for time, shape in zip(times, SHAPES, strict=False)]
+            points = [(x, shape) for x, shape in known if x is not None]
+            axes.plot([x for x, _ in points], [y] * len(points), color=paint, lw=0.9)
+            for x, shape in points:
+                axes.plot([x], [y], ls="none", marker=shape, ms=4.6, **look)
+            last = max([x for x, _ in points] + ([] if last is None else [last]), default=None)
+    return last
 
 
 def _remark(own: Reached | None, targets: int) -> str:
@@ -286,9 +321,10 @@ def _remark(own: Reached | None, targets: int) -> str:
         return "not run"
     if own.line.diverged:
         return "diverged"
-    if own.line.seconds is None:
+    reached = [at is not None for epochs in own.epochs.values() for at in epochs[:targets]]
+    if any(reached) and not own.kinds:
         return "not timed"
-    if all(time is not None for at in range(targets) for time in own.seconds(at)):
+    if all(reached):
         return ""
     return f"ends at {own.line.final('train_loss'):.2f}"
 
