@@ -1,8 +1,7 @@
 """LocoProp as a ``torch.optim.Optimizer``: after each backward pass, every layer solves its problem.
 
 :meth:`LocoProp.step` follows the paper's algorithm box. What its stages do lives in ``recording/``
-(inputs and gradients), ``stepping/`` (targets, local problems, iterations) and ``paper/`` (the
-formulas).
+(inputs and gradients), ``stepping/`` (local problems, iterations) and ``paper/`` (formulas).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from torch_locoprop.stepping.fallback_optimizer import FallbackFactory, check_re
 from torch_locoprop.stepping.graph_work import Directions, Trained
 from torch_locoprop.stepping.local_steps import LocalSteps
 from torch_locoprop.stepping.messages import Notices
-from torch_locoprop.stepping.method import Plan
 from torch_locoprop.stepping.outer_optimizer import Apply, OuterFactory, make_outer
 from torch_locoprop.stepping.param_groups import WithParamGroups
 from torch_locoprop.stepping.several_processes.agreement import agree
@@ -272,10 +270,8 @@ class LocoProp(WithParamGroups):
         trained_by = "–" if self._fallback is None else type(self._fallback).__name__
         if self._outer is not None and self._outer.trains_rest:
             trained_by = self._outer.name
-        known = {p for group in self.param_groups for p in group["params"]}
-        told, groups, plan = self._told_unused(), self._local_groups(), self._plan
-        if not plan.has_parameters_of(groups):
-            plan = Plan(groups, self._components)
+        known, told = set(self._parameters()), self._told_unused()
+        plan = self._plan.with_parameters_of(self._local_groups())
         return summary_of(self._model, self._layers, self._unserved, plan, known, trained_by, told)
 
     def diagnostics(self) -> Diagnostics:
@@ -284,9 +280,8 @@ class LocoProp(WithParamGroups):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this optimizer, of its fallback and of its outer optimizer."""
+        self._forget_removed()
         own = {"counts": self._counts(), "structure": self._structure()}
-        for p in self.state.keys() - set(self._parameters()):
-            del self.state[p]  # the parameter was taken out of its group
         return self._with_outer({**super().state_dict(), **own})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -108,6 +108,11 @@ class LayerOptimizer(WithStateDict, Joins):
         self._attached = True
         self._require()
 
+    def _forget_removed(self) -> None:
+        """Drop the states of parameters that were taken out of their groups."""
+        for p in self.state.keys() - set(self._parameters()):
+            del self.state[p]
+
     def _follow_groups(self) -> None:
         """Train the parameters that are in the groups now: a user may take some out, and put them back.
 

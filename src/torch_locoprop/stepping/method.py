@@ -109,11 +109,12 @@ class Plan:
         """
         same = len(groups) == len(self._groups) and all(map(is_, groups, self._groups))
         unchanged = same and self._settings == _settings_of(self._groups)
-        return unchanged and self.has_parameters_of(groups)
+        return unchanged and self._parameters == parameters_of(groups)
 
-    def has_parameters_of(self, groups: Sequence[Group]) -> bool:
-        """Return True if the groups have the parameters that this plan was made for."""
-        return self._parameters == parameters_of(groups)
+    def with_parameters_of(self, groups: Sequence[Group]) -> Plan:
+        """Return this plan, or a new one if the groups have other parameters than it was made for."""
+        same = self._parameters == parameters_of(groups)
+        return self if same else Plan(groups, self._components)
 
     def note_required(self, layers: Iterable[LayerRecord]) -> None:
         """Note that the layers record what this plan needs of them in their present roles."""
