@@ -71,7 +71,9 @@ def stack_of(posed: Posed) -> Hashable:
     tensors = [*problem.start.values(), *problem.backprop.values(), *state.values()]
     if not all(type(tensor) is Tensor and tensor.device == weight.device for tensor in tensors):
         return None
-    settings = numbers, problem.number, problem.products, problem.structure
+    # A tuple looks at the identity of tensors first. `Numbers` may compare values: a host sync.
+    rates = numbers.lr, numbers.momentum, numbers.decay
+    settings = rates, problem.number, problem.products, problem.structure
     kinds = [(tensor.shape, tensor.dtype) for tensor in tensors]
     return solver, settings, (*problem.start, *state), *kinds
 
