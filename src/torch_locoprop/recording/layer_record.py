@@ -346,8 +346,8 @@ class LayerRecord(LocalLayer):
         if grams:
             first, *others = grams
             rest = [call for call in calls if call.gram is None]
-            like = first.square.dtype, first.structure
-            others += [row_reduction.gram_of_call(self, call, *like) for call in rest]
+            use = RowUse(precise=first.square.dtype == torch.float64, structure=first.structure)
+            others += [row_reduction.gram_of_call(self, call, use) for call in rest]
             return sum(others, first)
         return self.collected(calls)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.fast import dispatch
-from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure, saves_work
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, saves_work
 from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.tensors import seeded
 from torch_locoprop.recording.call import Call
@@ -75,47 +75,33 @@ def condensed(layer: LayerRecord, call: Call, use: RowUse | None) -> Call:
     if not gram_is_better(use, call.x, matrix, layer.rows_of(call)):
         return call
     with layer.in_own_precision():
-        gram = gram_of_call(layer, call, use.dtype(like), use.structure, use.coarse)
+        gram = gram_of_call(layer, call, use)
     return call._replace(x=like.new_empty(0), gram=gram, version=None, samples=None, a=None)
 
 
-def gram_of_calls(
-    layer: LayerRecord,
-    calls: Iterable[Call],
-    dtype: torch.dtype,
-    structure: Structure,
-    coarse: bool = False,
-) -> Gram:
+def gram_of_calls(layer: LayerRecord, calls: Iterable[Call], use: RowUse) -> Gram:
     """Return XᵀX of the rows of some calls, of which none was reduced to XᵀX."""
-    first, *rest = (gram_of_call(layer, call, dtype, structure, coarse) for call in calls)
+    first, *rest = (gram_of_call(layer, call, use) for call in calls)
     return sum(rest, first)
 
 
-def gram_of_call(
-    layer: LayerRecord,
-    call: Call,
-    dtype: torch.dtype,
-    structure: Structure,
-    coarse: bool = False,
-) -> Gram:
+def gram_of_call(layer: LayerRecord, call: Call, use: RowUse) -> Gram:
     """Return XᵀX of a call's rows; if rows were dropped, an estimate of it from the kept rows.
 
     Args:
         layer: the record of the layer.
         call: one of its calls, with its rows.
-        dtype: dtype of XᵀX.
-        structure: the entries of XᵀX that are computed.
-        coarse: 16 of the 24 digits of float32 suffice.
+        use: the entries and the precision of XᵀX that the step needs.
     """
-    linear_map, like = layer.kind.linear_map, layer.like
-    if coarse and call.x.dtype == torch.bfloat16:  # converted as part of the products
-        like = torch.empty_like(like, dtype=call.x.dtype)
+    linear_map, like, dtype = layer.kind.linear_map, layer.like, use.dtype(layer.like)
+    if use.coarse and call.x.dtype == torch.bfloat16:  # converted as part of the products
+        like = call.x.new_empty(()).expand(like.shape)
     x = layer.kind.collect([call.x], [call.shape], like)
     blocks = [x] if linear_map.holds_rows else linear_map.row_blocks(x)
     first, *rest = (
-        dispatch.gram_in(block, dtype, coarse=coarse)
-        if structure == FULL
-        else ReducedGram.reduced(block.to(dtype), structure)
+        dispatch.gram_in(block, dtype, coarse=use.coarse)
+        if use.structure == FULL
+        else ReducedGram.reduced(block.to(dtype), use.structure)
         for block in blocks
     )
     of_kept = sum(rest, first)

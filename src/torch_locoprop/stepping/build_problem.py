@@ -151,7 +151,7 @@ def _inputs(
     weight: float | Tensor = of_each
     if use is not None and use.is_any and use.structure != FULL and layer.calls:
         if not isinstance(x, Gram):
-            x = gram_of_calls(layer, layer.calls, use.dtype(layer.like), use.structure)
+            x = gram_of_calls(layer, layer.calls, use)
     elif any(call.kept is not None for call in layer.calls):
         weight = row_weight(layer, of_each)
     return Inputs(x, weight, layer.kind.linear_map)

@@ -16,7 +16,7 @@ from torch_locoprop.distributed.ddp import Exchange, SharedFacts
 from torch_locoprop.distributed.fully_shard import SharedShardFacts
 from torch_locoprop.layers.bilinear import BilinearMap
 from torch_locoprop.layers.conv import ConvMap, convolution
-from torch_locoprop.paper.gram import FULL, Gram, RowUse, Structure
+from torch_locoprop.paper.gram import Gram, RowUse, Structure
 from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.regularizers import REGULARIZERS
 from torch_locoprop.paper.spectral import polar_operations
@@ -418,13 +418,11 @@ def test_products_of_rows_have_the_structure_that_the_step_needs(
     structure: Structure | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process that has kept rows computes their products, as others have kept products."""
-    asked: list[tuple[Structure, bool]] = []
+    asked: list[RowUse] = []
 
-    def gram_of_calls(
-        layer: Any, calls: Any, dtype: torch.dtype, own: Structure, coarse: bool
-    ) -> Gram:
-        asked.append((own, coarse))
-        return Gram(torch.eye(2, dtype=dtype), torch.ones(2, dtype=dtype), 3)
+    def gram_of_calls(layer: Any, calls: Any, use: RowUse) -> Gram:
+        asked.append(use)
+        return Gram(torch.eye(2), torch.ones(2), 3)
 
     monkeypatch.setattr(row_reduction, "gram_of_calls", gram_of_calls)
     shards: Any = SimpleNamespace(sum_over_inputs=lambda of_rows: of_rows)
@@ -432,7 +430,7 @@ def test_products_of_rows_have_the_structure_that_the_step_needs(
     layer: Any = SimpleNamespace(like=torch.zeros(1, 2), shared_facts=known, row_count=3)
     use = None if structure is None else RowUse(square=True, structure=structure, coarse=True)
     Part(shards, layer, True, False, frozenset())._gram(layer, (), torch.ones(3, 2), use, True)
-    assert asked == [(FULL, False) if structure is None else (structure, True)]
+    assert asked == [RowUse() if use is None else use]
 
 
 def test_no_rows_are_exchanged_where_none_are_used() -> None:

@@ -21,7 +21,7 @@ from torch_locoprop.distributed.fully_shard import Shards, SharedShardFacts, ful
 from torch_locoprop.layers import LayerKind
 from torch_locoprop.layers.base import is_distributed
 from torch_locoprop.layers.conv import ConvMap
-from torch_locoprop.paper.gram import FULL, Gram, RowUse, gram_dtype, saves_work
+from torch_locoprop.paper.gram import FULL, Gram, RowUse, saves_work
 from torch_locoprop.paper.linear_map import Dense, LinearMap
 from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.tensors import Tensors
@@ -236,13 +236,11 @@ class Part:
         self, layer: LayerRecord, calls: Sequence[Call], x: Any, use: RowUse | None, mean: bool
     ) -> Gram:
         """Return XᵀX of the rows of all processes, with their weights."""
-        dtype = gram_dtype(layer.like) if use is None else use.dtype(layer.like)
-        structure = FULL if use is None else use.structure
+        use = RowUse() if use is None else use
         if isinstance(x, Gram):
-            own = x.to(dtype)
+            own = x.to(use.dtype(layer.like))
         else:
-            coarse = use is not None and use.coarse
-            own = row_reduction.gram_of_calls(layer, calls, dtype, structure, coarse)
+            own = row_reduction.gram_of_calls(layer, calls, use)
         facts = layer.shared_facts
         assert isinstance(facts, SharedShardFacts)
         weight = 1 / (layer.row_count * facts.processes) if mean else 1.0
