@@ -295,6 +295,14 @@ def test_a_resumed_run_is_bit_identical(solver: Any) -> None:
         assert torch.equal(one, two)
 
 
+def test_products_of_inputs_in_bfloat16_are_not_rounded() -> None:
+    """Under autocast on a GPU the inputs are in bfloat16, whose 8 digits are too few for products."""
+    x = batch(9, N1 + N2).bfloat16()
+    [rows] = BilinearMap(N1, N2).row_blocks(x)
+    [expected] = BilinearMap(N1, N2).row_blocks(x.double())
+    assert torch.equal(rows.double(), expected)
+
+
 def test_a_forward_of_its_own_is_refused() -> None:
     class Doubled(nn.Bilinear):
         def forward(self, input1: Tensor, input2: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch_locoprop.layers.base import own_forward, serves, unusual_tensors
 from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.paper.linear_map import with_ones
-from torch_locoprop.paper.tensors import Tensors
+from torch_locoprop.paper.tensors import Tensors, at_least_float32
 
 AT_ONCE = 2**22  # numbers in the largest intermediate product
 
@@ -55,8 +55,9 @@ class BilinearMap:
         return with_ones(self._products(x) if weight else x, weight, bias)
 
     def row_blocks(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield ``x₁ ⊗ x₂`` of some rows at a time."""
-        yield from map(self._products, torch.split(x, self._rows_at_once(x, 1), dim=-2))
+        """Yield ``x₁ ⊗ x₂`` of some rows at a time, in float32 for inputs in half precision."""
+        for some in torch.split(x, self._rows_at_once(x, 1), dim=-2):
+            yield self._products(at_least_float32(some))
 
     def _products(self, x: Tensor) -> Tensor:
         x1, x2 = self._both(x)
