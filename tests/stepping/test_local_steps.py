@@ -69,6 +69,16 @@ def test_other_entries_take_the_place_of_old_ones_if_they_may_be_used(
         assert all(state[key] is expected[key] for key in expected)
 
 
+def test_new_entries_keep_no_other_tensor_in_memory() -> None:
+    columns, stack = torch.arange(6.0).view(2, 3).mT, torch.ones(4, 2)
+    state: dict[str, Tensor] = {}
+    assert _state_pairs(state, {"columns": columns, "of a stack": stack[1]}, YES, None) == []
+    for entry in state.values():
+        assert entry.is_contiguous()
+        assert entry.untyped_storage().nbytes() == entry.nbytes
+    assert torch.equal(state["columns"], columns)
+
+
 def test_a_state_follows_its_parameter() -> None:
     p = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     found = _state_like(p, {"square": torch.ones(2), "step": torch.ones(())})
@@ -183,7 +193,12 @@ def test_states_are_those_after_the_step_with_a_gate_and_without(gate: bool) -> 
 def layers_on(*types: str) -> dict[Any, Any]:
     """Return layers without a bias, each on a device of a type."""
     made = [
-        SimpleNamespace(given=[SimpleNamespace(device=torch.device(t))], shared_facts=None, ready=t)
+        SimpleNamespace(
+            given=[SimpleNamespace(device=torch.device(t))],
+            shared_facts=None,
+            ready=t,
+            like=torch.empty(2, 3, device="meta"),
+        )
         for t in types
     ]
     return {Layer(layer): {} for layer in made}
@@ -208,18 +223,18 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> LocalSteps:
 
 
 @pytest.mark.parametrize(
-    ("types", "in_stacks"),
+    ("types", "on_streams"),
     [
-        (("cpu", "cpu"), True),
-        (("meta", "meta"), False),
-        (("cpu", "meta"), False),
-        (("meta", "cpu"), False),
+        (("cpu", "cpu"), False),
+        (("meta", "meta"), True),
+        (("cpu", "meta"), True),
+        (("meta", "cpu"), True),
     ],
 )
 @pytest.mark.parametrize("kernels", [(True, True), (True, False), (False, True)])
 def test_layers_on_a_gpu_are_solved_on_streams(
     types: tuple[str, ...],
-    in_stacks: bool,
+    on_streams: bool,
     kernels: tuple[bool, ...],
     steps: LocalSteps,
     monkeypatch: pytest.MonkeyPatch,
@@ -234,23 +249,26 @@ def test_layers_on_a_gpu_are_solved_on_streams(
         found.append(most)
         return nullcontext(lambda ready: nullcontext())
 
-    def in_stacks_(_: LocalSteps, layers: Any) -> dict[Any, Any]:
-        found.append("stacks")
-        return {}
-
     monkeypatch.setattr(streams, "side_streams", side_streams)
-    monkeypatch.setattr(LocalSteps, "_solve_in_stacks", in_stacks_)
-    monkeypatch.setattr(
-        LocalSteps, "_alike", lambda _, layers: [[each] for each in reversed(layers)]
-    )
+    monkeypatch.setattr(LocalSteps, "_may_be_stacked", lambda _, layer: False)
     monkeypatch.setattr(
         LocalSteps, "_solve_timed", lambda _, layer, own: solved.append(layer) or {}
     )
     monkeypatch.setattr(local_steps, "may_have_kernels", lambda plan, layer: of_layer[layer])
     assert steps.solve_all(layers) == {}
     most = streams.MANY_STREAMS if all(kernels) else streams.FEW_STREAMS
-    assert found == (["stacks"] if in_stacks else [most])
-    assert solved == ([] if in_stacks else [*reversed(layers)])
+    assert found == ([most] if on_streams else [])
+    assert solved == [*reversed(layers)]
+
+
+def test_layers_of_one_shape_on_one_device_may_be_stacked(
+    steps: LocalSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LocalSteps, "_may_be_stacked", lambda _, layer: True)
+    layers = layers_on("cuda:0", "cuda:1", "cuda:0", "cuda:0")
+    first, second, third, other = layers
+    other.like = torch.empty(3, 2)
+    assert steps._alike(layers) == [[other], [third, first], [second]]
 
 
 @pytest.mark.parametrize(

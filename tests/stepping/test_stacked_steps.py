@@ -13,11 +13,12 @@ from cases import batch, weights
 from emulated_graphs import emulate
 from torch import Tensor, nn
 
-from torch_locoprop import LocoProp
+from torch_locoprop import LocoProp, TrainingStep
+from torch_locoprop.layers.linear import LinearLayer
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import GradientDescent
 from torch_locoprop.paper.variants import Variant
-from torch_locoprop.solvers import Numbers
+from torch_locoprop.solvers import Numbers, Spectral
 from torch_locoprop.stepping import stacked_steps
 from torch_locoprop.stepping.build_problem import Posed
 
@@ -92,8 +93,8 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
 
 def step(model: nn.Sequential, opt: LocoProp, seed: int) -> None:
-    device = next(model.parameters()).device
-    x, target = batch(9, 7, seed=seed).to(device), batch(9, 3, seed=seed + 99).to(device)
+    weight = next(model.parameters())
+    x, target = batch(9, 7, seed=seed).to(weight), batch(9, 3, seed=seed + 99).to(weight)
     loss = (model(x) - target).square().mean()
     loss.backward()  # type: ignore[no-untyped-call]
     opt.step()
@@ -152,16 +153,56 @@ def test_on_a_gpu_steps_that_renew_nothing_are_stacked(
     assert stacks == len(stacks) // len(kinds) * kinds
 
 
-def test_a_stack_on_a_gpu_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnGpu(Tensor):
-        is_cuda = True
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU that says that it is a GPU."""
+    emulate(monkeypatch)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    monkeypatch.setattr(Tensor, "is_cpu", False)
 
-    weight = torch.zeros(5, 4).as_subclass(OnGpu)
-    layers: Any = [SimpleNamespace(problem=SimpleNamespace(start={"weight": weight}))] * 5
-    monkeypatch.setattr(stacked_steps, "STACK_ON_GPU", 40)
+
+FULL: dict[str, Any] = {"local_products": "full"}
+
+
+def test_a_stack_on_a_gpu_has_a_limit(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    """Of three layers of 5 x 5 that are taken at a time, two have the same tensors."""
+    monkeypatch.setattr(stacked_steps, "STACK_ON_GPU", 99)
+    compare(mlp(), lambda model: FULL, monkeypatch, 16)
+    assert set(map(tuple, stacks)) == {("8", "6")}
+    layers: Any = [SimpleNamespace(kind=LinearLayer(), like=torch.zeros(4, 5))] * 5
+    monkeypatch.setattr(stacked_steps, "STACK_ON_GPU", 50)
     assert [len(part) for part in stacked_steps.parts(layers)] == [2, 2, 1]
     monkeypatch.setattr(stacked_steps, "STACK_ON_GPU", 10)
     assert [len(part) for part in stacked_steps.parts(layers)] == [1] * 5
+
+
+def test_small_matrices_on_a_gpu_have_a_small_c(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacked_steps, "LARGEST_ON_GPU", 30)
+    shapes = [(5, 5), (6, 5), (7, 5), (5, 6), (1, 5, 5)]
+    found = [stacked_steps.is_small(torch.zeros(shape)) for shape in shapes]
+    assert found == [True, True, False, False, False]
+
+
+def test_on_a_gpu_a_renewal_in_any_step_is_not_stacked(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    """Two layers without their biases have another C in the thirteenth step."""
+    model, other = mlp(), mlp()
+    opt, alone = LocoProp(model, **FULL), LocoProp(other, **FULL)
+    for seed in range(16):
+        for each in (model, other):
+            each[8].bias.requires_grad_(seed < 12)
+            each[6].bias.requires_grad_(seed < 12)
+        stacks.clear()
+        step(model, opt, seed)
+        if seed > 11:
+            assert stacks == ([["4", "2"]] if seed == 12 else [["8", "6", "4", "2"]])
+        with monkeypatch.context() as context:
+            context.setattr(stacked_steps, "LARGEST_ON_GPU", 0)
+            step(other, alone, seed)
+    assert_equal(opt, alone)
 
 
 def test_learning_rates_on_a_device_are_not_compared(
@@ -179,6 +220,34 @@ def test_learning_rates_on_a_device_are_not_compared(
     for seed in range(STEPS):
         step(model, opt, seed)
     assert stacks == [["8", "6"], ["4", "2"]]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_steps_that_start_during_the_backward_pass_are_not_stacked(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    """A training step on a CPU takes all steps after the backward pass."""
+    if on_gpu:
+        emulate(monkeypatch)
+    model = mlp()
+    training_step = TrainingStep(model, nn.MSELoss(), LocoProp(model))
+    for seed in range(STEPS):
+        training_step(batch(9, 7, seed=seed), batch(9, 3, seed=seed + 99))
+    assert stacks == ([] if on_gpu else STEPS * [["8", "6"], ["4", "2"]])
+
+
+def test_processes_solve_layers_that_they_share_in_one_order() -> None:
+    """A layer that one of them has not called must not be solved at another place there."""
+    model = mlp()
+    opt = LocoProp(model, diagnose=True)
+    model(batch(9, 7)).sum().backward()
+    layers = opt._layers_with_gradient()
+    steps = opt._pose_problems(layers)
+    assert len(steps._alike(layers)) == 3
+    facts: Any = SimpleNamespace(all_have_rows=True)
+    for layer in layers:
+        layer.shared_facts = facts
+    assert steps._alike(layers) == [[layer] for layer in reversed(layers)]
 
 
 def test_convolutions_of_one_shape(
@@ -222,6 +291,47 @@ def test_other_steps_are_taken_alone(settings: dict[str, Any], stacks: list[list
     assert stacks == []
 
 
+def test_layers_on_other_devices_are_taken_alone() -> None:
+    matrix = torch.zeros(2, 2)
+    assert stacked_steps.is_small(matrix)
+    assert not stacked_steps.is_small(matrix.to("meta"))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr": 0.01},
+        {"momentum": 0.5},
+        {"decay": 0.5},
+        {"local_products": "full"},
+        {"gram": "diagonal"},
+        {"solver": Spectral(every=5)},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_a_layer_with_settings_of_its_own_is_taken_alone(
+    settings: dict[str, Any], stacks: list[list[str]]
+) -> None:
+    model = mlp()
+    rest = [p for i in (0, 2, 4, 6, 10) for p in model[i].parameters()]
+    groups = [{"params": [*model[8].parameters()], **settings}, {"params": rest}]
+    step(model, LocoProp(model, param_groups=groups), 0)
+    assert stacks == [["4", "2"]]
+
+
+def test_layers_that_were_not_called_are_taken_alone(stacks: list[list[str]]) -> None:
+    """They have a gradient, here of a penalty, and no rows; the user is told."""
+    model = mlp()
+    for name in ("one", "two"):
+        model.add_module(name, nn.Linear(5, 5).double())
+    opt = LocoProp(model)
+    penalty = sum(layer.weight.square().sum() for layer in (model.one, model.two))
+    (model[:11](batch(9, 7)).square().mean() + penalty).backward()
+    with pytest.warns(UserWarning, match="'two'"), pytest.warns(UserWarning, match="'one'"):
+        opt.step()
+    assert stacks == [["8", "6"], ["4", "2"]]
+
+
 @pytest.mark.parametrize(("n", "expected"), [(128, [["1", "0"]]), (129, [])])
 def test_large_layers_are_solved_alone(
     n: int, expected: list[list[str]], stacks: list[list[str]]
@@ -253,12 +363,19 @@ def test_a_layer_that_is_not_finite_stays_and_the_others_move(stacks: list[list[
     assert not torch.equal(model[6].weight, before[own.index(True)])
 
 
-def test_states_share_no_memory_and_training_goes_on_from_them() -> None:
+@pytest.mark.parametrize("converted", [False, True])
+def test_states_share_no_memory_and_training_goes_on_from_them(converted: bool) -> None:
     model = mlp()
     opt = LocoProp(model)
     for seed in range(3):
         step(model, opt, seed)
+    if converted:  # the states follow in the next step
+        model.float()
+        step(model, opt, 3)
+        model.double()
+        step(model, opt, 3)
     entries = [entry for state in opt.state.values() for entry in state.values()]
+    assert all(entry.untyped_storage().nbytes() == entry.nbytes for entry in entries)
     places = {entry.untyped_storage().data_ptr() for entry in entries}
     assert len(places) == len(entries)
     other = mlp()

@@ -66,37 +66,44 @@ class LocalSteps:
         """Solve every layer's problem; while a CUDA graph is recorded, on streams of their own."""
         if self.measurements is None and any(layer.shared_facts for layer in layers):
             return self._solve_in_rounds(layers)
-        if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
-            return self._solve_in_stacks(layers)
         directions: Directions = {}
+        if not any(layer.given[0].device.type in graphs.DEVICE_TYPES for layer in layers):
+            for alike in self._alike(layers):
+                directions |= self._solve_alike(alike, layers)
+            return directions
         by_kernels = all(may_have_kernels(self.plan, layer) for layer in layers)
         most = streams.MANY_STREAMS if by_kernels else streams.FEW_STREAMS
         with streams.side_streams(most) as side:
             for alike in self._alike(layers):
-                one = alike[0]
-                with streams.on_device(one.given[0].device), side(one.ready):
-                    if len(alike) == 1:
-                        directions |= self._solve_timed(one, layers[one])
-                    else:
-                        of_one_shape = {each: layers[each] for each in reversed(alike)}
-                        directions |= self._solve_in_stacks(of_one_shape)
+                with streams.on_device(alike[0].given[0].device), side(alike[0].ready):
+                    directions |= self._solve_alike(alike, layers)
         return directions
 
     def _alike(self, layers: Trained) -> list[list[LayerRecord]]:
-        """Return groups of layers: those on a GPU whose steps may be one stack, and each other layer.
-
-        Where steps start while the backward pass still runs, all start by themselves.
-        """
+        """Return groups of layers: those of one shape that may be stacked, and each other layer."""
         found: dict[Hashable, list[LayerRecord]] = {}
+        shapes = Counter(layer.like.shape for layer in layers)
         for layer in reversed(layers):  # the last layer's gradient exists first
-            key: Hashable = layer
-            if not streams.overlapping and layer.calls and stacked_steps.is_small(layer.like):
-                group = self.plan.group(layer)
-                solver, number = self.plan.method_now(layer).solver, number_of(layer, group)
-                if type(solver) is Spectral and not solver.renews(number):
-                    key = layer.like.shape, layer.given[0].device
-            found.setdefault(key, []).append(layer)
+            shape, device = layer.like.shape, layer.given[0].device
+            alike = shapes[shape] > 1 and self._may_be_stacked(layer)
+            found.setdefault((shape, device) if alike else layer, []).append(layer)
         return list(found.values())
+
+    def _may_be_stacked(self, layer: LayerRecord) -> bool:
+        """Return True if a layer's step may be part of a stack.
+
+        On a GPU, steps that renew C are on streams of their own, and so are all steps that start while
+        the backward pass still runs.
+        """
+        solver = self.plan.method_now(layer).solver  # of another type if the layer has no rows
+        # Layers that processes share are solved in the same order by all, as these exchange numbers.
+        if type(solver) is not Spectral or layer.shared_facts is not None:
+            return False
+        if layer.given[0].device.type in graphs.DEVICE_TYPES:
+            number = number_of(layer, self.plan.group(layer))
+            if streams.overlapping or solver.renews(number):
+                return False
+        return stacked_steps.is_small(layer.kind.matrix("weight", layer.like))
 
     def solve_or_replay(
         self, layers: Trained, step_graphs: graphs.StepGraphs, groups: Sequence[Group]
@@ -126,25 +133,23 @@ class LocalSteps:
             torch.autograd.graph.increment_version(work.moving)  # autograd does not see a replay
         return directions
 
-    def _solve_in_stacks(self, layers: Trained) -> Directions:
-        """Solve every layer's problem; small ones of one shape together where that is possible."""
+    def _solve_alike(self, alike: Sequence[LayerRecord], layers: Trained) -> Directions:
+        """Solve the problem of one layer, or those of a group of :meth:`_alike`, in stacks."""
+        if len(alike) == 1:
+            return self._solve_timed(alike[0], layers[alike[0]])
         directions: Directions = {}
-        stacks: dict[Hashable, list[Posed]] = {}
-        alike = Counter(layer.like.shape for layer in layers)
-        for layer in reversed(layers):
-            if not layer.calls or alike[layer.like.shape] == 1:
-                directions |= self._solve_timed(layer, layers[layer])
-                continue
-            _forget_missing_calls(layer)
-            posed = self._posed(layer, layers[layer])
-            key = stacked_steps.stack_of(posed)
-            if key is None:
-                directions |= self._solve_stack([posed])
-            else:
-                stacks.setdefault(key, []).append(posed)
-        for stack in stacks.values():
-            for part in stacked_steps.parts(stack):
-                directions |= self._solve_stack(part)
+        for part in stacked_steps.parts(alike):
+            stacks: dict[Hashable, list[Posed]] = {}
+            for layer in part:
+                _forget_missing_calls(layer)
+                posed = self._posed(layer, layers[layer])
+                key = stacked_steps.stack_of(posed)
+                if key is None:
+                    directions |= self._solve_stack([posed])
+                else:
+                    stacks.setdefault(key, []).append(posed)
+            for stack in stacks.values():
+                directions |= self._solve_stack(stack)
         return directions
 
     def _solve_stack(self, stack: Sequence[Posed]) -> Directions:
@@ -403,10 +408,18 @@ def _state_pairs(
             entry.device,
         ):
             if holds(ok, unknown=True):
-                # Not as views of what processes have sent: fused kernels take contiguous tensors.
-                new = {key: entry.contiguous() for key, entry in new.items()}
+                new = {key: _with_own_memory(entry) for key, entry in new.items()}
                 state.update(new if part is None else part.stored(new))
             return []
         if entry is not old:
             pairs.append((entry, old))
     return pairs
+
+
+def _with_own_memory(entry: Tensor) -> Tensor:
+    """Return an entry that keeps no other tensor in memory, as a view of a stack would.
+
+    It is contiguous, for fused kernels, also where processes have sent it as columns of a matrix.
+    """
+    entry = entry.contiguous()
+    return entry.clone() if entry.untyped_storage().nbytes() > entry.nbytes else entry

@@ -20,56 +20,50 @@ from torch_locoprop.fast import dispatch
 from torch_locoprop.paper.gram import FULL
 from torch_locoprop.paper.targets import BackPropTarget
 from torch_locoprop.paper.tensors import Tensors, join
-from torch_locoprop.solvers import Spectral
+from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.solvers.base import Checked, States
 from torch_locoprop.stepping.build_problem import Posed
 
 # Entries of a weight up to which stacking saves more time than its copies take.
 # benchmarks/spectral_step.py measures it.
 LARGEST = 2**14
-# On a GPU: entries up to which a weight, and C, are small. A stack has so many in all that the copies
-# take little memory beside a model that has more of them.
-LARGEST_ON_GPU = 2**22
-STACK_ON_GPU = 2**25
+LARGEST_ON_GPU = 2**22  # on a GPU: entries of a weight, and of C, up to which layers are stacked
+STACK_ON_GPU = 2**25  # entries of all matrices in a stack, which bounds the memory of the copies
 
 
 def is_small(matrix: Tensor) -> bool:
-    """Return True if a matrix ``[..., d, n]`` is small enough for a stack."""
+    """Return True if a weight is a matrix ``[d, n]`` that is small enough for a stack."""
+    if matrix.dim() != 2:
+        return False
     if matrix.is_cuda:
         return _entries(matrix) <= LARGEST_ON_GPU
     return matrix.is_cpu and matrix.numel() <= LARGEST
 
 
-def parts(stack: Sequence[Posed]) -> Iterator[Sequence[Posed]]:
-    """Yield the layers of a stack in parts of which a GPU takes the copies."""
-    weight = stack[0].problem.start["weight"]
-    most = max(STACK_ON_GPU // _entries(weight), 1) if weight.is_cuda else len(stack)
-    for first in range(0, len(stack), most):
-        yield stack[first : first + most]
+def parts(layers: Sequence[LayerRecord]) -> Iterator[Sequence[LayerRecord]]:
+    """Yield layers of one shape in parts: on a GPU so many at a time as may be in a stack."""
+    weight = layers[0].kind.matrix("weight", layers[0].like)
+    most = max(STACK_ON_GPU // _entries(weight), 1) if weight.is_cuda else len(layers)
+    for first in range(0, len(layers), most):
+        yield layers[first : first + most]
 
 
 def _entries(matrix: Tensor) -> int:
     """Return the number of entries of a matrix ``[d, n]`` or of its C, whichever has more."""
-    d, n = matrix.shape[-2:]
+    d, n = matrix.shape
     return max(d * n, n * n)
 
 
 def stack_of(posed: Posed) -> Hashable:
     """Return a key that is equal for layers whose steps can be stacked; None for a step taken alone."""
-    problem, solver, state = posed.problem, posed.method.solver, posed.states.get("weight", {})
-    weight, numbers = problem.start.get("weight"), posed.numbers.get("weight")
-    if type(solver) is not Spectral or weight is None or numbers is None:
-        return None
-    if weight.dim() != 2 or not is_small(weight):
-        return None
-    if weight.is_cuda and _squares(posed):
-        return None
-    if problem.others is not None or posed.part is not None:
+    problem, solver, weight = posed.problem, posed.method.solver, posed.problem.start.get("weight")
+    if weight is None or (weight.is_cuda and _squares(posed)):
         return None
     if type(problem.target).first_gradient is not BackPropTarget.first_gradient:
         return None
+    state, numbers = posed.states["weight"], posed.numbers["weight"]
     tensors = [*problem.start.values(), *problem.backprop.values(), *state.values()]
-    if not all(type(tensor) is Tensor and tensor.device == weight.device for tensor in tensors):
+    if not all(type(tensor) is Tensor for tensor in tensors):
         return None
     # A tuple looks at the identity of tensors first. `Numbers` may compare values: a host sync.
     rates = numbers.lr, numbers.momentum, numbers.decay
@@ -100,9 +94,6 @@ def solved(layers: Sequence[Posed]) -> list[tuple[Tensors, States]]:
     found: list[tuple[Tensors, States]] = []
     for k, each in enumerate(layers):
         state = {key: entry[k] for key, entry in entries.items()}
-        if any(key not in old or old[key].shape != e.shape for key, e in state.items()):
-            # The optimizer keeps these entries: as views they would keep the whole stack.
-            state = {key: entry.clone() for key, entry in state.items()}
         own = Checked({name: tensor[k] for name, tensor in new.items()}, finite[k : k + 1])
         found.append((own, {**each.states, "weight": {**each.states["weight"], **state}}))
     return found
