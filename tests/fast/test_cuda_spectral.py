@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_locoprop import LocoProp
 from torch_locoprop.fast import cuda_spectral, dispatch
+from torch_locoprop.fast.triton import matrix_products
 from torch_locoprop.paper import spectral
-from torch_locoprop.paper.gram import full_products
+from torch_locoprop.paper.gram import Gram, full_products
 
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -130,6 +131,38 @@ def test_no_direction_gains_as_much_as_the_damping() -> None:
     assert abs(signs @ found @ signs / n / mean) < 1e-3
     rounded = x.bfloat16().float()
     assert (rounded @ signs).square().sum() / n / mean > 0.03
+
+
+@pytest.mark.parametrize(
+    ("shape", "of_rows", "dtype", "coarse", "expected"),
+    [
+        ((9, 4), torch.float32, torch.float32, True, True),
+        ((9, 4), torch.float16, torch.float32, True, True),
+        ((9, 4), torch.float32, torch.float32, False, False),
+        ((2, 9, 4), torch.float32, torch.float32, True, False),
+        ((9, 4), torch.float32, torch.float64, True, False),
+        ((9, 4), torch.float64, torch.float32, True, False),
+        ((9, 4), torch.bfloat16, torch.bfloat16, True, False),
+    ],
+)
+def test_which_squares_are_coarse_on_a_gpu(
+    shape: tuple[int, ...],
+    of_rows: torch.dtype,
+    dtype: torch.dtype,
+    coarse: bool,
+    expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those in float32 of the rows of one layer; groups of a convolution are stacked matrices."""
+    coarsely = []
+    monkeypatch.setattr(cuda_spectral, "gram", lambda x: coarsely.append(x) or Gram.of(x.float()))
+    x = torch.ones(shape, dtype=of_rows, device=DEVICE)
+    if not GPU:
+        monkeypatch.setattr(Tensor, "is_cuda", True)
+        monkeypatch.setattr(matrix_products, "square_fits", lambda x: False)
+    found = dispatch.gram_in(x, dtype, coarse=coarse)
+    assert found.square.dtype == dtype
+    assert bool(coarsely) is expected
 
 
 def test_only_a_step_in_bfloat16_takes_a_coarse_square(monkeypatch: pytest.MonkeyPatch) -> None:
