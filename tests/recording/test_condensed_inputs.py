@@ -274,6 +274,17 @@ def test_a_closed_form_in_single_precision_has_products_in_double() -> None:
     assert_close(results[0], results[1], 1e-5)
 
 
+def test_the_rows_of_a_mixture_have_products_in_double_too() -> None:
+    model, x = nn.Linear(6, 3), 30 + 0.01 * torch.randn(400, 6)
+    opt = loco(model, solver=Exact())
+    for rows in (slice(0, 398), slice(398, 400)):
+        model(x[rows]).sum().backward()
+    [layer] = opt._layers
+    assert [call.gram is not None for call in layer.calls] == [True, False]
+    exact = x.double()
+    assert_close([layer.inputs().square], [exact.mT @ exact], 1e-13)
+
+
 @pytest.mark.parametrize("solver", CLOSED_FORMS)
 @pytest.mark.parametrize("variant", ["locoprop-s", "locoprop-m"])
 def test_a_bias_that_is_frozen_and_thawed(solver: str, variant: str) -> None:
