@@ -276,6 +276,34 @@ def test_layers_join_and_leave_a_stack(
     assert ["6", "4", "2"] in stacks, "while its bias is frozen"
 
 
+class Skipping(nn.Sequential):
+    """Layers of which one may be left out."""
+
+    skipped: int | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self):
+            x = x if i == self.skipped else layer(x)
+        return x
+
+
+def test_a_layer_that_missed_a_renewal_renews_alone(
+    monkeypatch: pytest.MonkeyPatch, stacks: list[list[str]]
+) -> None:
+    model, other = Skipping(*mlp()), Skipping(*mlp())
+    opt, alone = LocoProp(model), LocoProp(other)
+    for seed in range(13):
+        model.skipped = other.skipped = 6 if seed == 10 else None
+        stacks.clear()
+        step(model, opt, seed)
+        if seed >= 10:
+            assert stacks == ([["4", "2"]] if seed < 12 else [["8", "6"], ["4", "2"]])
+        with monkeypatch.context() as context:
+            context.setattr(stacked_steps, "LARGEST", 0)
+            step(other, alone, seed)
+    assert_equal(opt, alone)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
