@@ -143,6 +143,8 @@ def test_no_direction_gains_as_much_as_the_damping() -> None:
         ((9, 4), torch.float32, torch.float64, True, False),
         ((9, 4), torch.float64, torch.float32, True, False),
         ((9, 4), torch.bfloat16, torch.bfloat16, True, False),
+        ((8, 4), torch.float32, torch.float32, True, False),
+        ((8, 4), torch.bfloat16, torch.float32, True, True),
     ],
 )
 def test_which_squares_are_coarse_on_a_gpu(
@@ -153,8 +155,12 @@ def test_which_squares_are_coarse_on_a_gpu(
     expected: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those in float32 of the rows of one layer; groups of a convolution are stacked matrices."""
+    """Those in float32 of the rows of one layer; groups of a convolution are stacked matrices.
+
+    Rows in float32 are split if the product is large, which is here one of nine rows.
+    """
     coarsely = []
+    monkeypatch.setattr(cuda_spectral, "SPLIT_FROM", 9 * 4 * 4)
     monkeypatch.setattr(cuda_spectral, "gram", lambda x: coarsely.append(x) or Gram.of(x.float()))
     x = torch.ones(shape, dtype=of_rows, device=DEVICE)
     if not GPU:

@@ -83,8 +83,13 @@ def gram(x: Tensor) -> Gram:
 
 
 def gram_fits(x: Tensor, dtype: torch.dtype) -> bool:
-    """Return True if :func:`gram` serves these rows on a GPU, for XᵀX in this dtype."""
-    return x.dim() == 2 and dtype == torch.float32 and x.dtype.itemsize <= dtype.itemsize
+    """Return True if :func:`gram` serves these rows on a GPU, for XᵀX in this dtype, and pays.
+
+    Rows that are split need about ten launches, and one product in float32 needs one.
+    """
+    if x.dim() != 2 or dtype != torch.float32 or x.dtype.itemsize > dtype.itemsize:
+        return False
+    return x.dtype == torch.bfloat16 or x.numel() * x.shape[-1] >= SPLIT_FROM
 
 
 def polar(matrix: Tensor, dtype: torch.dtype | None = None) -> Tensor:
