@@ -280,9 +280,9 @@ class LocoProp(WithParamGroups):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this optimizer, of its fallback and of its outer optimizer."""
-        self._forget_removed()
         own = {"counts": self._counts(), "structure": self._structure()}
-        return self._with_outer({**super().state_dict(), **own})
+        with self._states_in_groups():
+            return self._with_outer({**super().state_dict(), **own})
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state; raises before anything changes if it is that of another optimizer."""

@@ -61,8 +61,8 @@ def gram(x: Tensor) -> Gram:
     """Return XᵀX of rows in float32, computed by products in bfloat16.
 
     Rows in bfloat16 need one product, which is exact but for its sums. Others are split as in
-    :func:`product`, into ``X = R + S``. Here ``SᵀS`` is not left out: if all rows have one error of
-    rounding, it is an eigenvector of XᵀX, whose eigenvalue may be small.
+    :func:`product`, into ``X = R + S``. Here ``SᵀS`` is not left out: if all rows of S are equal, it
+    is large along them, where XᵀX may be small.
 
     Args:
         x: rows ``[rows, n]``.

@@ -7,7 +7,9 @@ loading a state dict checks is in ``state_dicts.py``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -108,10 +110,15 @@ class LayerOptimizer(WithStateDict, Joins):
         self._attached = True
         self._require()
 
-    def _forget_removed(self) -> None:
-        """Drop the states of parameters that were taken out of their groups."""
-        for p in self.state.keys() - set(self._parameters()):
-            del self.state[p]
+    @contextmanager
+    def _states_in_groups(self) -> Iterator[None]:
+        """Leave out, inside, the states of parameters that were taken out of their groups."""
+        states, known = self.state, set(self._parameters())
+        self.state = defaultdict(dict, {p: own for p, own in states.items() if p in known})
+        try:
+            yield
+        finally:
+            self.state = states
 
     def _follow_groups(self) -> None:
         """Train the parameters that are in the groups now: a user may take some out, and put them back.

@@ -161,6 +161,24 @@ def test_the_state_is_that_of_the_parameters_in_the_groups(names: list[str]) -> 
         assert torch.equal(one, old) == (name in names)
 
 
+def test_saving_changes_nothing_for_those_that_are_put_back() -> None:
+    results = []
+    for saves in (True, False):
+        model = network()
+        opt = loco(model)
+        before = [list(group["params"]) for group in opt.param_groups]
+        steps(opt, model, 0, 3)
+        take_out(opt, model[2].weight, model[5].bias)
+        steps(opt, model, 3, 4)
+        if saves:
+            opt.state_dict()
+        for group, params in zip(opt.param_groups, before, strict=True):
+            group["params"] = params
+        steps(opt, model, 4, 8)
+        results.append(weights(model))
+    assert all(map(torch.equal, *results))
+
+
 def test_whole_groups_may_be_taken_out() -> None:
     model = network()
     groups = [{"params": list(model[i].parameters())} for i in (0, 2, 3, 5)]
