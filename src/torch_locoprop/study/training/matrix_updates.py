@@ -27,9 +27,9 @@ from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
     eigenbasis,
     in_threads,
-    inverse,
     inverse_fourth_root,
-    q,
+    inverses,
+    orthogonal_factors,
 )
 
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
@@ -123,10 +123,10 @@ class ExactSMuon(Muon):
             if self.steps % self.every == 0:
                 damping = along(self.numbers["damping"], self.states[0]["gram"])
                 systems = [
-                    (damped(state["gram"], damping),)  # type: ignore[arg-type]  # one for each member
+                    damped(state["gram"], damping)  # type: ignore[arg-type]  # one for each member
                     for state in self.states
                 ]
-                for state, found in zip(self.states, in_threads(inverse, systems), strict=True):
+                for state, found in zip(self.states, inverses(systems), strict=True):
                     state["inverse"] = torch.where(
                         all_finite(found), found, state.get("inverse", found)
                     )
@@ -204,9 +204,11 @@ class Soap(Update):
                 old = state.get(side, torch.zeros_like(outer))
                 state[side] = torch.lerp(outer, old, along(self.numbers["decay"], old))
         if self.steps == 1:
-            self._renew([state[side] for state in self.states for side in SIDES], eigenbasis)
+            statistics = [(state[side],) for state in self.states for side in SIDES]
+            self._renew(in_threads(eigenbasis, statistics))
         elif (self.steps - 1) % self.every == 0:
-            self._renew([self._sorted(state, side) for state in self.states for side in SIDES], q)
+            pairs = [self._sorted(state, side) for state in self.states for side in SIDES]
+            self._renew(orthogonal_factors(pairs))
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
         t = self.steps
@@ -235,21 +237,24 @@ class Soap(Update):
             old.lerp_(new, 1 - along(decay, new))
         return state[f"{name}_average"], state[f"{name}_square"]
 
-    def _sorted(self, state: Tensors, side: str) -> Tensor:
-        """Return a basis after a power iteration; sort its columns and the squares by eigenvalue."""
-        product = state[side] @ state[f"{side}_basis"]
-        order = (state[f"{side}_basis"] * product).sum(-2).argsort(-1, descending=True)
-        across, along_rows = order.unsqueeze(-2), order.unsqueeze(-1)
-        state["weight_square"] = torch.take_along_dim(
-            state["weight_square"], *((along_rows, -2) if side == "left" else (across, -1))
-        )
-        return torch.take_along_dim(product, across, -1)
+    def _sorted(self, state: Tensors, side: str) -> tuple[Tensor, Tensor]:
+        """Return a basis after a power iteration, and the basis itself, sorted by eigenvalue.
 
-    def _renew(self, matrices: list[Tensor], function: Callable[..., Tensor]) -> None:
-        bases = iter(in_threads(function, [(matrix,) for matrix in matrices]))
+        The squares are sorted too.
+        """
+        basis = state[f"{side}_basis"]
+        product = state[side] @ basis
+        order = (basis * product).sum(-2).argsort(-1, descending=True)
+        across, along_rows = order.unsqueeze(-2), order.unsqueeze(-1)
+        places = (along_rows, -2) if side == "left" else (across, -1)
+        state["weight_square"] = torch.take_along_dim(state["weight_square"], *places)
+        return torch.take_along_dim(product, across, -1), torch.take_along_dim(basis, across, -1)
+
+    def _renew(self, bases: list[Tensor]) -> None:
+        found = iter(bases)
         for state in self.states:
             for side in SIDES:
-                state[f"{side}_basis"] = next(bases)
+                state[f"{side}_basis"] = next(found)
 
 
 class Shampoo(Update):
@@ -324,7 +329,7 @@ class KFac(Update):
     def _renew(self) -> None:
         damping = along(self.numbers["damping"], self.states[0]["inputs"])
         factors = [
-            (factor,)
+            factor
             for state in self.states
             for factor in damped_factors(
                 state["inputs"],
@@ -332,9 +337,9 @@ class KFac(Update):
                 damping,  # type: ignore[arg-type]  # one for each member
             )
         ]
-        inverses = iter(in_threads(inverse, factors))
+        found = iter(inverses(factors))
         for state in self.states:
-            state["inverse_inputs"], state["inverse_gradients"] = next(inverses), next(inverses)
+            state["inverse_inputs"], state["inverse_gradients"] = next(found), next(found)
 
 
 SIDES = ("left", "right")
