@@ -3,12 +3,12 @@
     python -m benchmarks.graph_clock --models standard deep wide --out graph-clock.json
     python -m benchmarks.graph_clock --show results/timings/cuda-graphs.json
 
-In the study LocoProp and the first-order methods are replayed as CUDA graphs, and Muon, SOAP, K-FAC
-and Shampoo run eagerly, so that their seconds compare engineering too. Here the updates of these four,
-and of exact-s-muon, are recorded: those of ``study/training/matrix_updates.py`` for one member, with
-forward and backward pass. The factorisations that they renew every k steps need the host. They are
-timed by themselves, as the difference of eager steps with and without them, and a k-th of that time is
-added.
+In the study's runs of one configuration, LocoProp and the first-order methods are replayed as CUDA
+graphs, and Muon, SOAP, K-FAC and Shampoo run eagerly, so that their seconds compare engineering too.
+Here the updates of these four, and of exact-s-muon, are recorded: those of
+``study/training/matrix_updates.py`` for one member, with forward and backward pass. The factorisations
+that they renew every k steps need the host. They are timed by themselves, as the difference of eager
+steps with and without them, and a k-th of that time is added.
 
 A replay repeats the step that was recorded. It takes the time of the next step, but does not train, so
 this is a clock and nothing else. On a CPU everything runs eagerly, to try the command.
@@ -23,7 +23,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks import step_table
 from benchmarks.clock import milliseconds
@@ -56,11 +55,7 @@ class Member(Training):
         super().__init__([config], Dataset("random", images, images[:1], "random numbers"))
         self.every = int(settings.get("every", 0))
         self._images = self.train[None]
-        self._uniform = torch.rand(images.shape, device=self.device)
-
-    def uniform(self, seed: int, y: Tensor) -> Tensor:
-        """Return the same numbers in every step: a recording cannot seed a generator."""
-        return self._uniform
+        self._draw(len(images))  # labels are drawn by the same numbers in every step
 
     def step(self) -> None:
         """Run forward pass, backward pass and update."""

@@ -14,10 +14,11 @@ from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.training import matrix_updates
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.matrix_population import train_together
-from torch_locoprop.study.training.matrix_updates import Passes, Soap
+from torch_locoprop.study.training.matrix_updates import Soap
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import run
 from torch_locoprop.study.training.stacked_factors import inverse, of_stacks, orthogonal_factor
+from torch_locoprop.study.training.update import Passes
 
 PEERS = importlib.util.find_spec("pytorch_optimizer") is not None
 
@@ -120,7 +121,7 @@ def test_soap_is_that_of_its_package(
         gradients = {"weight": torch.randn(2, d, n), "bias": torch.randn(2, d)}
         if step == 0:
             gradients = {name: (4 * gradient).round() for name, gradient in gradients.items()}
-        together.step([layer], Passes([], [gradients], lambda seed: []), 1.0)
+        together.step([layer], Passes([], [gradients], list), 1.0)
         for k, (model, optimizer) in enumerate(zip(models, alone, strict=True)):
             model.weight.grad = gradients["weight"][k].clone()
             model.bias.grad = gradients["bias"][k].clone()

@@ -9,11 +9,11 @@ The counterpart of `torch_locoprop.study.training.population_run` for methods wh
 written for a population. Members may differ in their numbers and in their seeds. Every member has the
 batches, the schedule and the rule of divergence of a run of its own. Its losses are those of such a run
 up to rounding, except with SOAP, whose update is compared with its package for square weights only.
+On a GPU steps are replayed as one CUDA graph, which factorisations divide in two.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,11 +30,12 @@ from torch_locoprop.study.machine import matmul_precision, own_randomness
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training import matrix_updates
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.matrix_updates import Passes, Update
 from torch_locoprop.study.training.members import Members
 from torch_locoprop.study.training.population_run import Stop, transfers_of
+from torch_locoprop.study.training.recorded_steps import RecordedSteps
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import check_data, epoch_seed
+from torch_locoprop.study.training.update import Passes, Update
 
 NUMBERS = ("lr", "momentum", "decay", "eps", "damping", "clip", "averaging", "fall")
 """The settings in which members may differ, besides the weight decay."""
@@ -104,8 +105,13 @@ class Training(Members):
             config.settings.get("early", 0),
         )
         self.seeds = [c.seed for c in configs]
+        self.rows = min(config.batch_size, len(self.train))
+        self._index = torch.zeros(0, dtype=torch.long, device=self.device)
+        self._uniform = torch.zeros(0, device=self.device)
+        self.recorded = RecordedSteps(self.device)
 
     def keep(self, places: list[int]) -> None:
+        self.recorded = RecordedSteps(self.device)  # frees the memory of the last CUDA graph
         index = torch.tensor(places, device=self.device)
         self.layers = [{name: t[index] for name, t in layer.items()} for layer in self.layers]
         self.update.keep(index)
@@ -113,12 +119,9 @@ class Training(Members):
     def epoch(self) -> dict[int, Metrics]:
         """Train for one epoch and return each member's line of the metrics."""
         began = time.perf_counter()
-        seeds = sorted({self.seeds[member] for member in self.members})
-        orders = {seed: self._order(seed) for seed in seeds}
-        of_members = [orders[self.seeds[member]] for member in self.members]
-        for step in range(math.ceil(len(self.train) / self.config.batch_size)):
-            images = self._batch(of_members, step, shared=len(seeds) == 1)
-            self.update.step(self.layers, self.passes(images), self.rate(self.epochs, step))
+        parts = torch.split(self._order(), self.config.batch_size, dim=-1)
+        for step, index in enumerate(parts):
+            self.take_step(index, self.rate(self.epochs, step))
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.epochs += 1
@@ -130,22 +133,50 @@ class Training(Members):
         train_losses, test_losses = found.tolist()
         return self.noted(train_losses, test_losses, seconds, [0.0] * len(self.members))
 
-    def _order(self, seed: int) -> Tensor:
+    def take_step(self, index: Tensor, rate: float) -> None:
+        """Take one step at ``rate`` times each member's learning rate.
+
+        Args:
+            index: Positions of the images, ``[rows]``, or ``[K, rows]`` of each member.
+            rate: The factor of the schedule.
+        """
+        self.update.begin(rate)
+        if self.update.samples:
+            self._draw(index.shape[-1])
+        if index.shape[-1] < self.rows:  # the last batch of an epoch
+            self._advance(index)
+        else:
+            if index.shape != self._index.shape:
+                self._index = torch.empty_like(index)
+            self._index.copy_(index)
+            self.recorded(lambda: self._advance(self._index))
+        self.update.end()
+
+    def _order(self) -> Tensor:
+        """Return the order of the images, ``[n]``, or ``[K, n]`` for members of several seeds."""
+        of_members = [self.seeds[member] for member in self.members]
+        orders = {seed: self._order_of(seed) for seed in sorted(set(of_members))}
+        found = [orders[seed] for seed in (of_members if len(orders) > 1 else orders)]
+        return (torch.stack(found) if len(orders) > 1 else found[0]).to(self.device)
+
+    def _order_of(self, seed: int) -> Tensor:
         generator = Generator().manual_seed(epoch_seed(seed, self.epochs))
-        return torch.randperm(len(self.train), generator=generator).to(self.device)
+        return torch.randperm(len(self.train), generator=generator)
 
-    def _batch(self, orders: list[Tensor], step: int, shared: bool) -> Tensor:
-        """Return the images of a step, ``[K, rows, pixels]``."""
-        part = slice(step * self.config.batch_size, (step + 1) * self.config.batch_size)
-        if shared:
-            images = self.train[orders[0][part]]
-            return images.expand(len(orders), *images.shape)
-        return self.train[torch.stack([order[part] for order in orders])]
+    def _draw(self, rows: int) -> None:
+        """Draw the numbers that decide sampled labels: for all members those of a run of its own."""
+        shape = self.rows, self.train.shape[-1]
+        if self._uniform.shape != shape:
+            self._uniform = torch.empty(shape, device=self.device)
+        generator = Generator(self.device).manual_seed(1000 * self.update.steps)
+        torch.rand(rows, shape[1], generator=generator, out=self._uniform[:rows])
 
-    def uniform(self, seed: int, y: Tensor) -> Tensor:
-        """Return the numbers that decide sampled labels: for all members those of a run of its own."""
-        generator = Generator(y.device).manual_seed(seed)
-        return torch.rand(y.shape[1:], dtype=y.dtype, device=y.device, generator=generator)
+    def _advance(self, index: Tensor) -> None:
+        """Run both passes and the update by operations that a CUDA graph can repeat."""
+        images = self.train[index]
+        if images.dim() == 2:  # the same for all members
+            images = images.expand(len(self.members), *images.shape)
+        self.update.advance(self.layers, self.passes(images))
 
     def passes(self, images: Tensor) -> Passes:
         """Run the forward and the backward pass of all members."""
@@ -160,8 +191,9 @@ class Training(Members):
             )
         ]
 
-        def sampled(seed: int) -> list[Tensor]:
-            return self._backward(pre_activations, y - (self.uniform(seed, y) < y).to(y.dtype))
+        def sampled() -> list[Tensor]:
+            labels = (self._uniform[: y.shape[-2]] < y).to(y.dtype)
+            return self._backward(pre_activations, y - labels)
 
         return Passes(inputs, gradients, sampled)
 

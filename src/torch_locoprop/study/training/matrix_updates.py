@@ -3,13 +3,12 @@
 Every tensor has the leading dimension K: weights ``[K, d, n]``, biases ``[K, d]``, inputs
 ``[K, rows, n]``, settings ``[K]``. Each update repeats, member by member, the arithmetic of the
 optimizer that the study builds for the method, whose record names the update (`matrix_update`); the
-tests compare the two. The training loop is in `torch_locoprop.study.training.matrix_population`.
+tests compare the two. What they share is in `torch_locoprop.study.training.update`, and the training
+loop in `torch_locoprop.study.training.matrix_population`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -19,6 +18,7 @@ from torch_locoprop import solvers
 from torch_locoprop.baselines.kfac import EARLY
 from torch_locoprop.baselines.kronecker_factors import damped_factors
 from torch_locoprop.fast import dispatch
+from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import damped_inverse, equal_rows, length
@@ -31,84 +31,45 @@ from torch_locoprop.study.training.factorisations import (
     inverses,
     orthogonal_factors,
 )
+from torch_locoprop.study.training.update import (
+    Passes,
+    Update,
+    along,
+    average,
+    from_first,
+    from_zero,
+    put,
+)
 
 NEWTON_SCHULZ = (3.4445, -4.775, 2.0315)
 """Muon's coefficients, as in `torch.optim.Muon`."""
 
 
-@dataclass(frozen=True)
-class Passes:
-    """One step's forward and backward pass, layer by layer."""
-
-    inputs: list[Tensor]  # [K, rows, n]
-    gradients: list[Tensors]  # gradients of the mean loss: weight [K, d, n], bias [K, d]
-    sampled: Callable[[int], list[Tensor]]
-    """Returns, for a seed, the gradients of pre-activations ``[K, rows, d]`` for sampled labels."""
-
-
-class Update:
-    """The settings and the optimizer states of all members; subclasses define `move`.
-
-    Args:
-        numbers: the settings that are numbers, ``[K]`` each, `weight_decay` included.
-        every: the number of steps between factorisations.
-        layers: the number of layers.
-        early: the number of first steps with a factorisation, for methods with such a setting.
-    """
-
-    def __init__(self, numbers: Tensors, every: int, layers: int, early: int = 0) -> None:
-        self.numbers, self.every, self.early = numbers, every, early
-        self.states: list[Tensors] = [{} for _ in range(layers)]
-        self.steps = 0
-        self.lr = numbers["lr"]
-
-    def step(self, layers: list[Tensors], passes: Passes, rate: float) -> None:
-        """Move all weights and biases at `rate` times each member's learning rate."""
-        self.lr = self.numbers["lr"] * rate
-        self.prepare(passes)
-        for layer, state, gradients in zip(layers, self.states, passes.gradients, strict=True):
-            self.move(layer, state, gradients)
-        self.steps += 1
-
-    def prepare(self, passes: Passes) -> None:
-        """Update what `move` needs of all layers."""
-
-    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
-        """Move one layer's weight and bias, and its state."""
-        raise NotImplementedError
-
-    def keep(self, index: Tensor) -> None:
-        """Continue with these members alone."""
-        self.numbers = {name: number[index] for name, number in self.numbers.items()}
-        self.states = [{name: t[index] for name, t in state.items()} for state in self.states]
-
-    def shrink(self, weight: Tensor) -> None:
-        """Apply the decoupled weight decay."""
-        weight.mul_(along(1 - self.lr * self.numbers["weight_decay"], weight))
-
-
 class Muon(Update):
     """`torch.optim.Muon` for weights, at the scale of AdamW's steps, and Adam for biases."""
+
+    def begin(self, rate: float) -> None:
+        super().begin(rate)
+        t = self.steps + 1
+        put(self.now, bias_rate=self.now["lr"] * ((1 - 0.999**t) ** 0.5 / (1 - 0.9**t)))
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
         weight, gradient = layer["weight"], gradients["weight"]
         momentum = along(self.numbers["momentum"], gradient)
-        buffer = state.setdefault("momentum", torch.zeros_like(gradient))
+        buffer = from_zero(state, "momentum", gradient)
         buffer.lerp_(gradient, 1 - momentum)
         found = orthogonalised(torch.lerp(gradient, buffer, momentum))
         self.shrink(weight)
-        weight.sub_(along(0.2 * max(weight.shape[1:]) ** 0.5 * self.lr, weight) * found)
+        weight.sub_(along(0.2 * max(weight.shape[1:]) ** 0.5 * self.now["lr"], weight) * found)
         self._move_bias(layer["bias"], state, gradients["bias"])
 
     def _move_bias(self, bias: Tensor, state: Tensors, gradient: Tensor) -> None:
         """TensorFlow's Adam at its default averages (`torch_locoprop.baselines.Adam`)."""
-        first = state.setdefault("bias_average", torch.zeros_like(bias))
-        second = state.setdefault("bias_square", torch.zeros_like(bias))
+        first = from_zero(state, "bias_average", bias)
+        second = from_zero(state, "bias_square", bias)
         first.lerp_(gradient, 0.1)
         second.lerp_(gradient.square(), 0.001)
-        t = self.steps + 1
-        correction = (1 - 0.999**t) ** 0.5 / (1 - 0.9**t)
-        bias.sub_(along(self.lr, bias) * correction * first / (second.sqrt() + 1e-8))
+        bias.sub_(along(self.now["bias_rate"], bias) * first / (second.sqrt() + 1e-8))
 
 
 class ExactSMuon(Muon):
@@ -118,18 +79,21 @@ class ExactSMuon(Muon):
         with matmul_precision("fp32"):
             for state, x in zip(self.states, passes.inputs, strict=True):
                 square = second_moment(with_ones(x, True, True))
-                old = state.get("gram", square)
-                state["gram"] = torch.lerp(square, old, along(self.numbers["decay"], old))
-            if self.steps % self.every == 0:
-                damping = along(self.numbers["damping"], self.states[0]["gram"])
-                systems = [
-                    damped(state["gram"], damping)  # type: ignore[arg-type]  # one for each member
-                    for state in self.states
-                ]
-                for state, found in zip(self.states, inverses(systems), strict=True):
-                    state["inverse"] = torch.where(
-                        all_finite(found), found, state.get("inverse", found)
-                    )
+                average(from_first(state, "gram", square), square, self.numbers["decay"])
+        graphs.outside(self._renew_when_due)
+
+    def _renew_when_due(self) -> None:
+        if self.steps % self.every != 0:
+            return
+        damping = along(self.numbers["damping"], self.states[0]["gram"])
+        with matmul_precision("fp32"):
+            systems = [
+                damped(state["gram"], damping)  # type: ignore[arg-type]  # one for each member
+                for state in self.states
+            ]
+            for state, found in zip(self.states, inverses(systems), strict=True):
+                old = state.get("inverse", found)
+                put(state, inverse=torch.where(all_finite(found), found, old))
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
         joint = join(gradients)
@@ -145,6 +109,9 @@ class Spectral(Update):
     """LocoProp's spectral step at its full length: ``solver="spectral"`` without growth."""
 
     def prepare(self, passes: Passes) -> None:
+        graphs.outside(partial(self._renew_when_due, passes.inputs))
+
+    def _renew_when_due(self, inputs: list[Tensor]) -> None:
         if not solvers.Spectral(every=self.every).renews(self.steps):
             return
         falling = 1 / (1 + self.steps / self.numbers["fall"])
@@ -152,31 +119,31 @@ class Spectral(Update):
         damping = damping.clamp_min(64 * torch.finfo(damping.dtype).eps)
         systems = []
         with matmul_precision("fp32"):
-            for state, x in zip(self.states, passes.inputs, strict=True):
+            for state, x in zip(self.states, inputs, strict=True):
                 square = second_moment(with_ones(x, True, True))
                 mean = square.diagonal(dim1=-2, dim2=-1).mean(-1)
                 square = square / along(mean.clamp_min(torch.finfo(mean.dtype).tiny), square)
-                past = state.get("gram", square)
-                state["gram"] = torch.lerp(square, past, along(self.numbers["averaging"], past))
+                average(from_first(state, "gram", square), square, self.numbers["averaging"])
                 eye = torch.eye(square.shape[-1], dtype=square.dtype, device=square.device)
                 before = state.get("inverse", eye.expand_as(square))
                 systems.append((state["gram"], along(damping, square), before))
             inverse_of = partial(damped_inverse, inverse_of=dispatch.inverse)
             for state, found in zip(self.states, in_threads(inverse_of, systems), strict=True):
-                state["inverse"] = found
+                put(state, inverse=found)
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
         joint = join(gradients)
         momentum = along(self.numbers["momentum"], joint)
-        average = torch.lerp(joint, state.get("average", torch.zeros_like(joint)), momentum)
+        past = from_zero(state, "average", joint)
+        new = torch.lerp(joint, past, momentum)
         with matmul_precision("fp32"):
-            direction = dispatch.product(torch.lerp(joint, average, momentum), state["inverse"])
+            direction = dispatch.product(torch.lerp(joint, new, momentum), state["inverse"])
         factor = dispatch.polar(direction)
         lengths = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
         square = lengths.square() / factor.shape[-1]
-        decay = along(self.numbers["decay"], square)
-        rows = torch.lerp(square, state.get("rows", torch.zeros_like(square)), decay)
-        scale = along(0.2 * max(factor.shape[1:]) ** 0.5 * self.lr, factor)
+        past_rows = from_zero(state, "rows", square)
+        rows = torch.lerp(square, past_rows, along(self.numbers["decay"], square))
+        scale = along(0.2 * max(factor.shape[1:]) ** 0.5 * self.now["lr"], factor)
         has_gradient = joint.abs().sum((-2, -1), keepdim=True) != 0  # small squares may be zero
         moved = -scale * equal_rows(lengths, rows) * factor * has_gradient
         self.shrink(layer["weight"])
@@ -184,8 +151,8 @@ class Spectral(Update):
         sound = all_finite(moved)
         for name, part in split(torch.where(sound, moved, 0.0), layer).items():
             layer[name].add_(part)
-        for name, new in (("average", average), ("rows", rows)):
-            state[name] = torch.where(sound, new, state.get(name, torch.zeros_like(new)))
+        torch.where(sound, new, past, out=past)
+        torch.where(sound, rows, past_rows, out=past_rows)
 
 
 class Soap(Update):
@@ -194,35 +161,39 @@ class Soap(Update):
     The first step collects statistics and moves nothing. Biases have no basis.
     """
 
-    def step(self, layers: list[Tensors], passes: Passes, rate: float) -> None:
-        if self.steps > 0:
-            super().step(layers, passes, rate)
-        else:
-            self.steps = 1
-        for state, gradients in zip(self.states, passes.gradients, strict=True):
-            for side, outer in outer_products(gradients["weight"]).items():
-                old = state.get(side, torch.zeros_like(outer))
-                state[side] = torch.lerp(outer, old, along(self.numbers["decay"], old))
-        if self.steps == 1:
-            statistics = [(state[side],) for state in self.states for side in SIDES]
-            self._renew(in_threads(eigenbasis, statistics))
-        elif (self.steps - 1) % self.every == 0:
-            pairs = [self._sorted(state, side) for state in self.states for side in SIDES]
-            self._renew(orthogonal_factors(pairs))
-
-    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+    def begin(self, rate: float) -> None:
+        super().begin(rate)
         t = self.steps
         first, second = (1 - self.numbers[name] ** t for name in ("momentum", "decay"))
-        rate = self.lr * second.sqrt() / first
+        put(self.now, corrected=self.now["lr"] * second.sqrt() / first)
+
+    def advance(self, layers: list[Tensors], passes: Passes) -> None:
+        if self.steps > 0:
+            super().advance(layers, passes)
+        for state, gradients in zip(self.states, passes.gradients, strict=True):
+            for side, outer in outer_products(gradients["weight"]).items():
+                average(from_zero(state, side, outer), outer, self.numbers["decay"])
+
+    def end(self) -> None:
+        if self.steps == 0:
+            statistics = [(state[side],) for state in self.states for side in SIDES]
+            self._renew(in_threads(eigenbasis, statistics))
+        elif self.steps % self.every == 0:
+            pairs = [self._sorted(state, side) for state in self.states for side in SIDES]
+            self._renew(orthogonal_factors(pairs))
+        super().end()
+
+    def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
+        rate = self.now["corrected"]
         weight, gradient = layer["weight"], gradients["weight"]
         left, right = state["left_basis"], state["right_basis"]
-        average, square = self._moments(state, "weight", gradient, left.mT @ gradient @ right)
-        step = (left.mT @ average @ right) / (square.sqrt() + along(self.numbers["eps"], square))
+        mean, square = self._moments(state, "weight", gradient, left.mT @ gradient @ right)
+        step = (left.mT @ mean @ right) / (square.sqrt() + along(self.numbers["eps"], square))
         weight.sub_(along(rate, weight) * (left @ step @ right.mT))
         self.shrink(weight)
         bias, gradient = layer["bias"], gradients["bias"]
-        average, square = self._moments(state, "bias", gradient, gradient)
-        step = average / (square.sqrt() + along(self.numbers["eps"], square))
+        mean, square = self._moments(state, "bias", gradient, gradient)
+        step = mean / (square.sqrt() + along(self.numbers["eps"], square))
         bias.sub_(along(rate, bias) * step)
 
     def _moments(
@@ -233,7 +204,7 @@ class Soap(Update):
             ("average", gradient, self.numbers["momentum"]),
             ("square", projected.square(), self.numbers["decay"]),
         ):
-            old = state.setdefault(f"{name}_{kind}", torch.zeros_like(new))
+            old = from_zero(state, f"{name}_{kind}", new)
             old.lerp_(new, 1 - along(decay, new))
         return state[f"{name}_average"], state[f"{name}_square"]
 
@@ -247,65 +218,72 @@ class Soap(Update):
         order = (basis * product).sum(-2).argsort(-1, descending=True)
         across, along_rows = order.unsqueeze(-2), order.unsqueeze(-1)
         places = (along_rows, -2) if side == "left" else (across, -1)
-        state["weight_square"] = torch.take_along_dim(state["weight_square"], *places)
+        put(state, weight_square=torch.take_along_dim(state["weight_square"], *places))
         return torch.take_along_dim(product, across, -1), torch.take_along_dim(basis, across, -1)
 
     def _renew(self, bases: list[Tensor]) -> None:
         found = iter(bases)
         for state in self.states:
-            for side in SIDES:
-                state[f"{side}_basis"] = next(found)
+            put(state, left_basis=next(found), right_basis=next(found))
 
 
 class Shampoo(Update):
     """`torch_locoprop.baselines.Shampoo` with the length of RMSProp's step."""
 
-    def prepare(self, passes: Passes) -> None:
+    def begin(self, rate: float) -> None:
+        super().begin(rate)
         t, decay = self.steps + 1, self.numbers["decay"].double()
         # The average that Adam's correction makes of one that starts at zero.
-        self._decay = (decay * (1 - decay ** (t - 1)) / (1 - decay**t)).to(self.lr.dtype)
+        corrected = decay * (1 - decay ** (t - 1)) / (1 - decay**t)
+        put(self.now, decay=corrected.to(self.now["lr"].dtype))
+
+    def prepare(self, passes: Passes) -> None:
         for state, gradients in zip(self.states, passes.gradients, strict=True):
             for side, outer in outer_products(gradients["weight"]).items():
-                self._average(state, side, outer)
-        if self.steps % self.every == 0 or self.steps < self.early:
-            eps = self.numbers["eps"].unsqueeze(-1)
-            matrices = [(state[side], eps) for state in self.states for side in SIDES]
-            roots = iter(in_threads(inverse_fourth_root, matrices))
-            for state in self.states:
-                for side in SIDES:
-                    state[f"{side}_root"] = next(roots)
+                average(from_first(state, side, outer), outer, self.now["decay"])
+        graphs.outside(self._renew_when_due)
+
+    def _renew_when_due(self) -> None:
+        if self.steps % self.every != 0 and self.steps >= self.early:
+            return
+        eps = self.numbers["eps"].unsqueeze(-1)
+        matrices = [(state[side], eps) for state in self.states for side in SIDES]
+        roots = iter(in_threads(inverse_fourth_root, matrices))
+        for state in self.states:
+            put(state, left_root=next(roots), right_root=next(roots))
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
         self.shrink(layer["weight"])
         for name, gradient in gradients.items():
-            square = self._average(state, f"{name}_square", gradient.square())
+            new = gradient.square()
+            square = from_first(state, f"{name}_square", new)
+            average(square, new, self.now["decay"])
             direction = gradient / (square.sqrt() + along(self.numbers["eps"], square))
             if name == "weight":
                 own = state["left_root"] @ gradient @ state["right_root"]
                 scale = length(direction) / length(own).clamp_min(torch.finfo(own.dtype).tiny)
                 direction = scale * own
-            moving = state.setdefault(f"{name}_momentum", torch.zeros_like(gradient))
+            moving = from_zero(state, f"{name}_momentum", gradient)
             moving.mul_(along(self.numbers["momentum"], gradient)).add_(direction)
-            layer[name].sub_(along(self.lr, gradient) * moving)
-
-    def _average(self, state: Tensors, name: str, new: Tensor) -> Tensor:
-        state[name] = torch.lerp(new, state.get(name, new), along(self._decay, new))
-        return state[name]
+            layer[name].sub_(along(self.now["lr"], gradient) * moving)
 
 
 class KFac(Update):
     """`torch_locoprop.baselines.KFAC`; `clip` bounds the step of all layers of a member together."""
 
-    def prepare(self, passes: Passes) -> None:
+    samples = True
+
+    def begin(self, rate: float) -> None:
+        super().begin(rate)
         # A running average that begins as the plain mean.
-        decay = self.numbers["decay"].clamp_max(1 - 1 / (self.steps + 1))
-        sampled = passes.sampled(1000 * self.steps)
-        for state, x, g in zip(self.states, passes.inputs, sampled, strict=True):
+        put(self.now, decay=self.numbers["decay"].clamp_max(1 - 1 / (self.steps + 1)))
+
+    def prepare(self, passes: Passes) -> None:
+        for state, x, g in zip(self.states, passes.inputs, passes.sampled(), strict=True):
             for name, rows in (("inputs", with_ones(x, True, True)), ("gradients", g)):
                 new = second_moment(rows)
-                state[name] = torch.lerp(new, state.get(name, new), along(decay, new))
-        if self.steps < EARLY or self.steps % self.every == 0:
-            self._renew()
+                average(from_first(state, name, new), new, self.now["decay"])
+        graphs.outside(self._renew_when_due)
         self._directions, products = [], []
         for state, gradients in zip(self.states, passes.gradients, strict=True):
             joint = join(gradients)
@@ -313,20 +291,22 @@ class KFac(Update):
             self._directions.append(found)
             products.append((found * joint).sum((-2, -1)))
         norm = torch.stack(products).sum(0)
-        self._scale = (self.numbers["clip"] / (self.lr**2 * norm)).sqrt().clamp_max(1.0)
+        self._scale = (self.numbers["clip"] / (self.now["lr"] ** 2 * norm)).sqrt().clamp_max(1.0)
         self._directions.reverse()  # `move` takes them from the end
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
         direction = self._directions.pop()
         direction = direction * along(self._scale, direction)
-        moving = state.setdefault("momentum", torch.zeros_like(direction))
+        moving = from_zero(state, "momentum", direction)
         moving.mul_(along(self.numbers["momentum"], moving)).add_(direction)
         self.shrink(layer["weight"])
-        change = along(self.lr, moving) * moving
+        change = along(self.now["lr"], moving) * moving
         layer["weight"].sub_(change[..., :-1])
         layer["bias"].sub_(change[..., -1])
 
-    def _renew(self) -> None:
+    def _renew_when_due(self) -> None:
+        if self.steps >= EARLY and self.steps % self.every != 0:
+            return
         damping = along(self.numbers["damping"], self.states[0]["inputs"])
         factors = [
             factor
@@ -339,15 +319,10 @@ class KFac(Update):
         ]
         found = iter(inverses(factors))
         for state in self.states:
-            state["inverse_inputs"], state["inverse_gradients"] = next(found), next(found)
+            put(state, inverse_inputs=next(found), inverse_gradients=next(found))
 
 
 SIDES = ("left", "right")
-
-
-def along(number: Tensor, like: Tensor) -> Tensor:
-    """Reshape ``[K]`` numbers to multiply a tensor ``[K, ...]``."""
-    return number.reshape(-1, *([1] * (like.dim() - 1)))
 
 
 def all_finite(tensor: Tensor) -> Tensor:
