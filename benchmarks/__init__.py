@@ -5,6 +5,7 @@
     python -m benchmarks.growth        LocoProp's step over batch size, width, depth and T
     python -m benchmarks.steady        is step 300 as fast as step 1, and does memory stay constant?
     python -m benchmarks.population    one step of many models that train together
+    python -m benchmarks.matrix_populations  the same with Muon, SOAP, K-FAC and others
     python -m benchmarks.kernels       the Triton kernels of a local iteration alone
     python -m benchmarks.parts         the Triton kernels with other tile sizes
     python -m benchmarks.timeline      when each kernel of a step runs on the GPU
