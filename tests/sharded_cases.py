@@ -47,6 +47,7 @@ S = {**M, "variant": "locoprop-s"}
 EXACT_M = {"variant": "locoprop-m", "lr": 1e-3, "gamma": 2.0, "solver": "exact"}
 EXACT = {**EXACT_M, "variant": "locoprop-s"}
 SPECTRAL: dict[str, Any] = {"preset": "spectral"}
+AVERAGED: dict[str, Any] = {"solver": "preconditioned-averaged"}
 DEFAULT: dict[str, Any] = {}
 BLOCKS = {"gram": "block", "block_size": 4}
 ALL = (2, 3, 4)
@@ -69,6 +70,12 @@ CASES = {
     "running closed form": Case({**EXACT, "solver": Exact(0.9, 2, 0.1)}),
     "running closed form of M": Case({**EXACT_M, "solver": Exact(0.9, 2, 0.1)}, worlds=(4,)),
     "preconditioned": Case({"solver": "preconditioned", "lr": 0.5}),
+    "averaged": Case(AVERAGED, worlds=ALL),
+    "averaged, S": Case({**AVERAGED, "variant": "locoprop-s"}),
+    "averaged, softmax": Case({**AVERAGED, "output_transfer": "softmax"}),
+    "averaged, frozen bias": Case(AVERAGED, order="frozen bias"),
+    "averaged, convolution": Case(AVERAGED, "convolution"),
+    "averaged, uneven": Case(AVERAGED, batches="uneven"),
     "spectral with agreement": Case({"solver": Spectral(agreement=1.0)}, worlds=(4,)),
     "momentum": Case({**M, "solver": "adam", "regularizer": "l2"}),
     "mean": Case({**M, "local_reduction": "mean"}),

@@ -199,6 +199,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "guards": {"gate": True, "cap": 0.1},
     "l2": {"regularizer": "l2"},
     "preconditioned": {"solver": "preconditioned", "lr": 0.5, "local_steps": 2},
+    "averaged": {"solver": "preconditioned-averaged"},
     "mean": {"local_reduction": "mean", "lr": 1e-2},
     "general": {"preset": "general"},
     "spectral": {"preset": "spectral"},
@@ -216,10 +217,10 @@ def test_replays_equal_the_loop(
         assert Emulated.replayed == 9 - cuda_graph.EAGER_STEPS - 1
 
 
-@pytest.mark.parametrize("preset", ["general", "spectral"])
-def test_each_phase_of_the_spectral_step_has_a_recording(preset: str, made: list[object]) -> None:
+@pytest.mark.parametrize("name", ["general", "spectral", "averaged"])
+def test_each_phase_has_a_recording(name: str, made: list[object]) -> None:
     """Steps that renew XᵀX are one recording, all others another one."""
-    compare(steps=45, optimizer_of=lambda model: locoprop(model, preset=preset))
+    compare(steps=45, optimizer_of=lambda model: locoprop(model, **SETTINGS[name]))
     assert len(made) == 2
     if not GPU:  # each phase has its eager steps and the step that is recorded
         assert Emulated.replayed == 45 - 2 * (cuda_graph.EAGER_STEPS + 1)

@@ -26,14 +26,14 @@ class TrainingStep:
 
     On a GPU, three steps run eagerly. The next one is recorded as a CUDA graph, and further calls
     replay it: the host launches one graph instead of every kernel, and the local problems of
-    :class:`~torch_locoprop.LocoProp` start while the backward pass still runs. The spectral step has
-    two CUDA graphs, one of them for the steps that renew XᵀX. Results are those of the written-out
-    loop, up to rounding.
+    :class:`~torch_locoprop.LocoProp` start while the backward pass still runs. The spectral step and
+    ``solver="preconditioned-averaged"`` have two CUDA graphs, one of them for the steps that renew XᵀX.
+    Results are those of the written-out loop, up to rounding.
 
     A call runs eagerly, as on a CPU,
 
     - for an optimizer that cannot be recorded. ``torch.optim`` needs ``capturable=True``;
-      ``LocoProp.capturable`` is True for first-order solvers, the preconditioned one and the spectral
+      ``LocoProp.capturable`` is True for first-order solvers, the preconditioned ones and the spectral
       step, without a fallback or outer optimizer;
     - if an entry of the batch is not a tensor on the device of the parameters, or requires a gradient;
     - if a parameter has a gradient already, or the model has trained parameters that the optimizer

@@ -68,7 +68,7 @@ def test_own_target_and_loss() -> None:
     assert_close(train(variant=own), train(variant="locoprop-m"), 1e-10)
 
 
-@pytest.mark.parametrize("solver", ["exact", "preconditioned"])
+@pytest.mark.parametrize("solver", ["exact", "preconditioned", "preconditioned-averaged"])
 def test_an_own_loss_without_curvature_has_no_closed_form(solver: str) -> None:
     own = Variant("own", GradientDescent(), OwnMatching())
     with pytest.raises(ValueError, match=f"solver='{solver}'"):

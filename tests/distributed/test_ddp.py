@@ -45,6 +45,10 @@ def outer(params: list[nn.Parameter]) -> Optimizer:
     return SGD(params, lr=0.1)
 
 
+AVERAGED: dict[str, Any] = {
+    "solver": "preconditioned-averaged",
+    **{"lr": 0.03, "local_steps": 1, "gamma": 10.0},  # a gamma that is not given, without a warning
+}
 UNEVEN = "19 rows and 5"
 ALONE = "step() inside no_sync()"
 LOCAL = {
@@ -73,6 +77,11 @@ CASES = {
     "preconditioned, means": Case(
         {"solver": "preconditioned", "lr": 0.5, "local_reduction": "mean", "gamma": 0.05}
     ),
+    "averaged": Case(AVERAGED),
+    "averaged, S": Case({**AVERAGED, "variant": "locoprop-s"}),
+    "averaged, softmax": Case({**AVERAGED, "output_transfer": "softmax"}),
+    "averaged, convolution": Case(AVERAGED, convolution=True),
+    "averaged, measured": Case({**AVERAGED, "diagnose": True, "weight_decay": 0.1}),
     "general": Case({"preset": "general"}),
     "general, diagonal": Case({"preset": "general", "gram": "diagonal"}),
     "general, convolution": Case({"preset": "general"}, convolution=True),
@@ -167,6 +176,7 @@ CASES = {
         {"variant": "locoprop-s", "solver": "exact"}, order=UNEVEN, matrices=4
     ),
     "uneven, preconditioned": Case({"solver": "preconditioned", "lr": 0.5}, order=UNEVEN),
+    "uneven, averaged": Case(AVERAGED, order=UNEVEN),
     "uneven, general": Case({"preset": "general"}, order=UNEVEN),
     "uneven, general, divided": Case({"preset": "general"}, order=UNEVEN, matrices=4),
     "uneven, means": Case({"local_reduction": "mean", "loss_fn": SUMS}, order=UNEVEN),
@@ -355,6 +365,7 @@ def count_collectives() -> None:
         found = _counted(convolution, variant=variant, local_steps=local_steps)
         assert found == expected, (variant, local_steps, convolution)
     _count_of_preconditioned_iterations()
+    _count_of_averaged_iterations(network(Case()))
 
 
 def _count_of_closed_forms(shapes: list[tuple[int, int]]) -> None:
@@ -409,6 +420,22 @@ def _count_of_preconditioned_iterations() -> None:
             expected = expected.plus(found)
         found = _counted(convolution, rows, divided=rows < 40, solver="preconditioned")
         assert found == expected, (rows, convolution)
+
+
+def _count_of_averaged_iterations(model: nn.Module) -> None:
+    """C and the mean slopes of the transfer, in steps that renew them; nothing in the others."""
+    wrapped = DistributedDataParallel(model)
+    opt = LocoProp(model, output_transfer="sigmoid", solver="preconditioned-averaged")
+    for step in range(13):
+        opt.zero_grad()
+        wrapped(torch.rand(5, 6).double()).square().sum().backward()
+        with Counted() as counted:
+            opt.step()
+        expected = communication.of_all_layers_in_ddp(3)
+        for d, columns in [(6, 6), (5, 9), (8, 7)] if step < 11 else []:
+            expected = expected.plus(communication.square_in_ddp(columns, 8))
+            expected = expected.plus(communication.Traffic(reductions=1, reduced_bytes=8 * d))
+        assert counted.traffic() == expected, step
 
 
 def _counted(

@@ -53,6 +53,7 @@ CASES = {
     "closed form": Case({"variant": "locoprop-s", "solver": "exact", "lr": 1e-2}),
     "closed form of M": Case({"solver": "exact", "lr": 1e-2, "variant": "locoprop-m"}),
     "preconditioned": Case({"solver": "preconditioned", "lr": 0.5}, by_all=False),
+    "averaged": Case({"solver": "preconditioned-averaged"}, by_all=False),
     "spectral": Case(),
     "spectral, convolution": Case(convolution=True),
     "fallback": Case({**M, "fallback": lambda own: SGD(own, lr=0.1, momentum=0.9)}, norm=True),

@@ -16,6 +16,7 @@ import threads
 import torch
 from emulated_graphs import emulate, is_recording
 from sharded_cases import (
+    AVERAGED,
     EXACT,
     ROWS,
     Case,
@@ -71,6 +72,7 @@ CASES = {
     "closed form": Case(DAMPED),
     "closed form, running": Case({**EXACT, "solver": Exact(0.9, 7, 0.1)}),
     "preconditioned": Case(STEEP),
+    "averaged": Case(AVERAGED),
     "spectral": Case({"preset": "spectral", "weight_decay": 0.1}),
     "default": Case(),
     "spectral, agreement": Case({"solver": Spectral(agreement=0.5)}),
@@ -206,7 +208,7 @@ def _replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def loop_of(name: str) -> Loop:
-    spectral = "spectral" in name or name == "default"
+    spectral = "spectral" in name or name in ("default", "averaged")
     twofold = "second" in name or "closed" in name
     return Loop(RENEWED if spectral else 2 * NINE if twofold else NINE)
 

@@ -9,7 +9,7 @@ from typing import Any
 import processes
 import pytest
 import torch
-from sharded_cases import DEFAULT, EXACT, SPECTRAL, M, S, outer
+from sharded_cases import AVERAGED, DEFAULT, EXACT, SPECTRAL, M, S, outer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
@@ -32,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "closed form": EXACT,
     "default": DEFAULT,
     "spectral": SPECTRAL,
+    "averaged": AVERAGED,
     "means": {**M, "local_reduction": "mean"},
     "softmax": {**M, "output_transfer": "softmax"},
     "gate": {**S, "lr": 0.5, "gate": True},

@@ -191,6 +191,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "steps": 24,
     },
     "preconditioned": {"solver": "preconditioned", "lr": 0.5, "gamma": 0.05},
+    "averaged": {"solver": "preconditioned-averaged", "lr": 0.03, "gamma": 10.0},
     "exact-m": {"solver": Exact(every=8), "variant": "locoprop-m", "lr": 1e-2},
 }
 

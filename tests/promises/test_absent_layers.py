@@ -21,6 +21,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "spectral": {"solver": Spectral(every=10)},
     "exact": EXACT,
     "in blocks": {"gram": "diagonal"},
+    "averaged": {"solver": "preconditioned-averaged"},
 }
 
 

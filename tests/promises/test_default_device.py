@@ -37,6 +37,7 @@ OPTIMIZERS: dict[str, Make] = {
         loco, variant="locoprop-s", solver=Exact(decay=0.9, every=2, damping=0.1)
     ),
     "preconditioned": partial(loco, solver="preconditioned"),
+    "averaged": partial(loco, solver="preconditioned-averaged"),
     "gate": partial(iterations, gate=True),
     "cap": partial(iterations, cap=0.01),
     "cap by backprop": partial(iterations, cap=0.5, cap_by="backprop"),

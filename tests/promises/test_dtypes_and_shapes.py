@@ -31,6 +31,7 @@ CASES: list[dict[str, Any]] = [
     *({"solver": s} for s in ("sgd", "adam", "exact", Exact(decay=0.9, every=2, damping=0.1))),
     {"variant": "locoprop-s", "solver": "exact"},
     {"solver": "preconditioned", "gamma": 10.0},
+    {"solver": "preconditioned-averaged"},
     {"variant": "locoprop-s", "solver": Exact(decay=0.9)},
     {"regularizer": "fisher"},
     {"preset": "general"},

@@ -83,11 +83,19 @@ def trained(
     return weights(model)
 
 
-@pytest.mark.parametrize("preset", ["general", "spectral"])
+AVERAGED = {
+    "variant": "locoprop-m",
+    "solver": "preconditioned-averaged",
+    "output_transfer": "sigmoid",
+}
+
+
+@pytest.mark.parametrize("settings", [{}, {"preset": "spectral"}, AVERAGED], ids=str)
 @pytest.mark.parametrize("name", WRITTEN)
 @pytest.mark.parametrize("model", MODELS)
-def test_the_scale_of_the_loss_changes_nothing(model: str, name: str, preset: str) -> None:
-    settings = {} if preset == "general" else {"preset": preset}
+def test_the_scale_of_the_loss_changes_nothing(
+    model: str, name: str, settings: dict[str, Any]
+) -> None:
     expected = trained(MODELS[model], mean, **settings)
     assert_close(trained(MODELS[model], WRITTEN[name], **settings), expected, 1e-8)
 

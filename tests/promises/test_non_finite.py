@@ -18,7 +18,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solv
 RUNNING = Exact(decay=0.9, every=2)
 
 
-@pytest.mark.parametrize("solver", ["sgd", "rmsprop", "adam", "exact", "preconditioned", RUNNING])
+PRECONDITIONED = ("preconditioned", "preconditioned-averaged")
+
+
+@pytest.mark.parametrize("solver", ["sgd", "rmsprop", "adam", "exact", *PRECONDITIONED, RUNNING])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_layer_keeps_its_weights_and_state(solver: str | Exact, first: bool) -> None:
     """Layer 2 gets a gradient that is not finite; the others train, and layer 2 does later."""

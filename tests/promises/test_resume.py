@@ -14,7 +14,7 @@ from torch import nn
 from torch_locoprop import LocoProp, Variant
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.targets import NaturalGradient
-from torch_locoprop.solvers import Exact, Spectral
+from torch_locoprop.solvers import AveragedPreconditioned, Exact, Spectral
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* no effect with solver")
 
@@ -26,6 +26,7 @@ CASES: list[dict[str, Any]] = [
     {"variant": "locoprop-s", "solver": Exact(decay=0.9, every=3, damping=1e-2), "lr": 0.1},
     {"variant": "locoprop-m", "solver": Exact(decay=0.9, every=3), "lr": 0.1},
     {"variant": "locoprop-m", "solver": "preconditioned", "lr": 0.5},
+    {"variant": "locoprop-m", "solver": AveragedPreconditioned(every=3)},
     {"variant": "locoprop-m", "regularizer": "fisher", "solver": "sgd", "lr": 1e-3},
     {"variant": Variant("every 3", NaturalGradient(every=3), Squared()), "lr": 1e-3},
 ]

@@ -23,6 +23,7 @@ OPTIONS: list[dict[str, Any]] = [
     *({"variant": "locoprop-m", "solver": solver} for solver in (*FIRST_ORDER, "exact")),
     {"variant": "locoprop-s", "solver": "exact"},
     {"variant": "locoprop-m", "solver": "preconditioned"},
+    {"variant": "locoprop-m", "solver": "preconditioned-averaged"},
     *({"preset": preset, "diagnose": True} for preset in ("general", "spectral")),
     {"variant": "locoprop-s", "solver": Exact(decay=0.9, every=2, damping=0.1)},
     {"variant": "locoprop-m", "cap": 1.0, "gate": True},

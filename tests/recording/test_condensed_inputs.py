@@ -674,6 +674,7 @@ OPTIMIZERS = {
     "locoprop-m": partial(loco, variant="locoprop-m"),
     "exact": partial(loco, solver="exact"),
     "preconditioned": partial(loco, solver="preconditioned"),
+    "averaged": partial(loco, solver="preconditioned-averaged", local_steps=1),
 }
 
 

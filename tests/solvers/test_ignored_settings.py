@@ -35,8 +35,12 @@ OTHER: dict[str, Any] = {
     "local_reduction": "sum",
     "regularizer": None,
 }
-# The closed form has the l2 term in any case and no iterations; preconditioned refuses regularizers.
-FIXED = {("exact", "regularizer"), ("exact", "local_steps"), ("preconditioned", "regularizer")}
+# The closed form has the l2 term in any case and no iterations; the preconditioned solvers refuse
+# regularizers, and the averaged one all numbers of iterations but one.
+FIXED = {
+    *(("exact", "regularizer"), ("exact", "local_steps"), ("preconditioned", "regularizer")),
+    *(("preconditioned-averaged", name) for name in ("regularizer", "local_steps")),
+}
 PAIRS = [pair for pair in product(SOLVERS, ONE) if pair not in FIXED]
 
 
@@ -101,4 +105,4 @@ def test_the_summary_names_ignored_settings_that_were_given(
 
 def test_which_solvers_warn() -> None:
     warning = {name for name, solver in SOLVERS.items() if solver.warns_of_ignored}
-    assert warning == {"spectral", "general", "preconditioned"}
+    assert warning == {"spectral", "general", "preconditioned", "preconditioned-averaged"}

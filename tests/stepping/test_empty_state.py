@@ -8,6 +8,7 @@ import pytest
 import threads
 import torch
 from sharded_cases import (
+    AVERAGED,
     CASES,
     Case,
     M,
@@ -34,6 +35,7 @@ ONE_PROCESS = {
     "M": Case(M),
     "adam": Case({**M, "solver": "adam"}),
     "natural": Case({**S, "variant": "natural-s"}),
+    "averaged": Case(AVERAGED),
     "fisher": Case(FISHER),
     "fisher of groups": Case(FISHER, "grouped"),
     "fisher of a bias": Case(FISHER, order="frozen weight"),
@@ -43,6 +45,7 @@ ONE_PROCESS = {
 }
 SHARDED = (
     *("M", "momentum", "softmax", "running closed form", "spectral", "spectral in blocks"),
+    *("averaged", "averaged, softmax"),
     *("grouped convolution", "transposed convolution", "frozen bias of M"),
 )
 

@@ -288,6 +288,7 @@ def test_wide_layers_of_the_spectral_step_have_blocks(monkeypatch: pytest.Monkey
         {"variant": "locoprop-m", "solver": "exact"},
         {"variant": "pocoprop-s"},
         {"variant": "locoprop-s", "solver": "preconditioned"},
+        {"variant": "locoprop-s", "solver": "preconditioned-averaged"},
         {"variant": "locoprop-s", "regularizer": "fisher", "output_transfer": "softmax"},
     ],
 )

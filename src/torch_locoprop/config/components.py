@@ -18,7 +18,15 @@ from torch_locoprop.paper.names import unknown
 from torch_locoprop.paper.regularizers import L2, REGULARIZERS, Regularizer
 from torch_locoprop.paper.targets import Target
 from torch_locoprop.paper.variants import VARIANTS, Variant
-from torch_locoprop.solvers import SOLVERS, Exact, FirstOrder, Preconditioned, Solver, Spectral
+from torch_locoprop.solvers import (
+    SOLVERS,
+    AveragedPreconditioned,
+    Exact,
+    FirstOrder,
+    Preconditioned,
+    Solver,
+    Spectral,
+)
 
 
 class Components:
@@ -74,10 +82,18 @@ class Components:
             )
         if group["gram"] != "full":
             self._check_structure(group)
-        if isinstance(solver, Spectral):
-            self._check_spectral(group)
+        if isinstance(solver, Spectral | AveragedPreconditioned):
+            self._check_without_units(group)
+        if isinstance(solver, Preconditioned | AveragedPreconditioned):
+            self._check_unregularized(group)
         if isinstance(solver, Preconditioned):
             self._check_preconditioned(group)
+        if isinstance(solver, AveragedPreconditioned) and group["local_steps"] != 1:
+            raise ValueError(
+                f"Invalid local_steps={group['local_steps']}. Must be 1 with "
+                f"solver={group['solver']!r}, which averages one iteration over the batches. For more "
+                "iterations, use solver='preconditioned'."
+            )
 
     def _check_structure(self, group: Mapping[str, Any]) -> None:
         """Raise ``ValueError`` if a step of the group takes more of the inputs than XᵀX."""
@@ -92,12 +108,13 @@ class Components:
                 f"regularizer={group['regularizer']!r}."
             )
 
-    def _check_spectral(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for settings that the spectral step cannot follow.
+    def _check_without_units(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for settings that a step of normalised length cannot follow.
 
         Refused settings depend on the scale of the loss, or need plain gradient steps between
-        spectral steps.
+        the normalised ones.
         """
+        solver = type(self.solver(group)).__name__
         if group["gate"] or (group["cap"] is not None and group["cap_by"] == "backprop"):
             raise ValueError(
                 "gate=True and cap_by='backprop' depend on gamma and on the scale of the loss, and "
@@ -106,7 +123,7 @@ class Components:
         if group["every"] != 1:
             raise ValueError(
                 f"Invalid every={group['every']} with solver={group['solver']!r}, all of whose steps "
-                "are alike. To renew XᵀX in every k-th step, pass solver=Spectral(every=k)."
+                f"are alike. To renew XᵀX in every k-th step, pass solver={solver}(every=k)."
             )
         if self.variant(group).output_by_gradient_descent:
             raise ValueError(
@@ -114,13 +131,16 @@ class Components:
                 "learning rate would be another one. Use a first-order solver or solver='exact'."
             )
 
-    def _check_preconditioned(self, group: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` for settings that the preconditioned solver does not support."""
+    def _check_unregularized(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for a regularizer, which preconditioned steps do not take."""
         if type(self.regularizer(group)) is not Regularizer:
             raise ValueError(
-                f"regularizer={group['regularizer']!r} needs another solver: solver='preconditioned' "
-                "solves problems without a regularizer."
+                f"regularizer={group['regularizer']!r} needs another solver: "
+                f"solver={group['solver']!r} solves problems without a regularizer."
             )
+
+    def _check_preconditioned(self, group: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` for settings that the preconditioned solver does not support."""
         if self.variant(group).output_by_gradient_descent or group["every"] != 1:
             raise ValueError(
                 "solver='preconditioned' takes no plain gradient steps, whose learning rate would be "

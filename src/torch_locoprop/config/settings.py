@@ -41,6 +41,7 @@ SolverName = Literal[
     "adam",
     "exact",
     "preconditioned",
+    "preconditioned-averaged",
     "spectral",
     "general",
 ]
@@ -60,8 +61,9 @@ Rate = Annotated[
         in_graph_key=False,  # a CUDA graph reads it from the device
         meaning="the learning rate: in the spectral step entries of a weight move by about 0.2 lr; in "
         "local iterations it is the step η, and BackProp's learning rate corresponds to lr · gamma; "
-        "with ``preconditioned`` it is the part of the way to the local solution, at most 1. None "
-        "takes the value of the preset or the solver.",
+        "with ``preconditioned`` it is the part of the way to the local solution, at most 1; with "
+        "``preconditioned-averaged`` it is as in the spectral step. None takes the value of the preset "
+        "or the solver.",
     ),
 ]
 
@@ -99,7 +101,8 @@ class Settings(TypedDict, total=False):
             names_method=True,
             meaning="``sgd``, ``momentum``, ``nesterov``, ``adagrad``, ``rmsprop``, ``adam`` (with "
             "TensorFlow's semantics), ``exact``, ``spectral``, ``preconditioned`` (with defaults of "
-            'its own: lr 1, gamma 0.05, three local steps, ``local_reduction="mean"``), or a '
+            'its own: lr 1, gamma 0.05, three local steps, ``local_reduction="mean"``), '
+            "``preconditioned-averaged`` (lr 0.03, momentum 0.9, decay 0.95, one local step), or a "
             ":class:`~torch_locoprop.solvers.Solver` of your own.",
         ),
     ]
@@ -110,7 +113,7 @@ class Settings(TypedDict, total=False):
             below=1.0,
             per_tensor=True,
             meaning="the solver's momentum μ, or β₁ of adam, or the weight of the past in the average "
-            "gradient of the spectral step.",
+            "gradient of the spectral step or the average displacement of ``preconditioned-averaged``.",
         ),
     ]
     decay: Annotated[

@@ -35,7 +35,15 @@ from torch_locoprop.paper.regularizers import Regularizer
 from torch_locoprop.paper.tensors import Product, Tensors
 from torch_locoprop.paper.transfers import Transfer
 from torch_locoprop.paper.variants import Variant
-from torch_locoprop.solvers import FirstOrder, Numbers, Preconditioned, RmsProp, Solver, Spectral
+from torch_locoprop.solvers import (
+    AveragedPreconditioned,
+    FirstOrder,
+    Numbers,
+    Preconditioned,
+    RmsProp,
+    Solver,
+    Spectral,
+)
 from torch_locoprop.solvers.base import States
 from torch_locoprop.solvers.first_order import Iterate
 
@@ -92,6 +100,9 @@ def solve(
         return solver.displaced(problem, states, numbers, found, factor)
     if isinstance(solver, Preconditioned) and type(solver).solve is Preconditioned.solve:
         return solver.solved(problem, numbers, local_steps, product, inverse), states
+    own = AveragedPreconditioned.solve
+    if isinstance(solver, AveragedPreconditioned) and type(solver).solve is own:
+        return solver.solved(problem, states, numbers, product_for(problem.products), inverse)
     if not isinstance(solver, FirstOrder) or type(solver).solve is not FirstOrder.solve:
         return solver.solve(problem, states, numbers, local_steps, local_decay)
     own_rule = type(solver).advance_ is not FirstOrder.advance_

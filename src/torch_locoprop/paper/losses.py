@@ -34,7 +34,7 @@ class LocalLoss:
         uses_transfer: False if the loss also works for a layer whose transfer is unknown.
         closed_form: True if ``curvature`` is defined, which ``solver="exact"`` needs.
         convex: True if D is convex in ``a``, and ``curvature`` is defined, which
-            ``solver="preconditioned"`` needs.
+            ``solver="preconditioned"`` and ``"preconditioned-averaged"`` need.
     """
 
     uses_transfer: ClassVar[bool] = True

@@ -27,6 +27,14 @@ value of F, whose differences would be lost in rounding.
 
 **Learning rate.** Where iterations have lowered the loss from ``D(W)`` to ``D(W + Δ)``, convexity gives
 ``D(W + ηΔ) ≤ (1 − η) D(W) + η D(W + Δ) ≤ D(W)`` for 0 ≤ η ≤ 1: any part of the way lowers it too.
+
+**Without a check.** A displacement may also be averaged over batches and divided, output by output, by
+its size r, the root of a running average of the mean squares
+
+    r_j² ← ρ r_j² + (1 − ρ) 1/n Σ_i Δ_ji² .
+
+Entries of an output then move by about the learning rate, however long Δ was, and constant factors of
+h, of C or of the loss cancel.
 """
 
 from __future__ import annotations
@@ -38,7 +46,7 @@ import torch
 from torch import Tensor
 
 from torch_locoprop.paper.spectral import damped_inverse
-from torch_locoprop.paper.tensors import Inverse, Product
+from torch_locoprop.paper.tensors import Inverse, Number, Product
 
 Slope = Callable[[Tensor], tuple[Tensor, Tensor]]
 
@@ -94,6 +102,29 @@ def mean_slopes(mean: Tensor, most: float, floor: float) -> Tensor:
             all in a flat part of f would get an arbitrarily long step otherwise.
     """
     return mean.clamp_min(floor * (most if most < torch.inf else 1.0))
+
+
+class Size(NamedTuple):
+    """The size of each output's displacements over time."""
+
+    size: Tensor  # r, [..., d, 1]; 0 for outputs that have never moved
+    factor: Tensor  # 1/r, or 0 for outputs whose displacement in this step is zero, [..., d, 1]
+
+
+def average_size(past: Tensor | None, moved: Tensor, decay: Number) -> Size:
+    """Return the root of the running average of the mean squares of each output's displacements.
+
+    The average begins at the first mean square that is not zero. The factor divides by it.
+
+    Args:
+        past: r before this step, ``[..., d, 1]``; None at first.
+        moved: the displacement Δ of ``[W b]`` in this step, ``[..., d, n]``.
+        decay: ρ.
+    """
+    square = moved.square().mean(-1, keepdim=True)
+    before = square if past is None else torch.where(past > 0, past.square(), square)
+    size = torch.lerp(square, before, decay).sqrt()
+    return Size(size, (square > 0).to(size) / size.clamp_min(torch.finfo(size.dtype).tiny ** 0.5))
 
 
 class Fraction(NamedTuple):

@@ -14,7 +14,7 @@ from torch_locoprop.config.groups import Group
 from torch_locoprop.paper.gram import FULL, Structure
 from torch_locoprop.recording.layer_record import LayerRecord
 from torch_locoprop.recording.model_scan import Unserved, newcomers
-from torch_locoprop.solvers import Solver, Spectral
+from torch_locoprop.solvers import AveragedPreconditioned, Solver, Spectral
 from torch_locoprop.solvers.spectral import WIDEST
 from torch_locoprop.stepping.first_step import FirstStep
 from torch_locoprop.stepping.method import LayerPlan, Plan
@@ -27,7 +27,8 @@ FIRST_STEP = (
     "over their size, change of the weight over its size."
 )
 DETECTED_LATER = "transfer is detected in the first step"
-WITHOUT_GRAM = f'no XᵀX: more than {WIDEST} inputs with the bias; gram="block" uses blocks'
+WITHOUT_GRAM = f"no XᵀX: more than {WIDEST} inputs with the bias"
+USE_BLOCKS = '; gram="block" uses blocks'
 
 
 def summary_of(
@@ -100,13 +101,16 @@ def layer_row(layer: LayerRecord, plan: LayerPlan, group: Group, in_model: bool)
 
 
 def _note_on_gram(layer: LayerRecord, solver: Solver, group: Group) -> str:
-    """Return a note if the layer's spectral steps are taken without XᵀX; otherwise an empty string."""
+    """Return a note if the layer's steps are taken without XᵀX; otherwise an empty string."""
     with_bias = "bias" in layer.tensors and layer.tensors["bias"].requires_grad
     columns = layer.kind.matrix("weight", layer.like).shape[-1] + with_bias
     asked = Structure(group["gram"], group["block_size"])
     structure = asked if asked.reduces(columns) else FULL
-    omits = isinstance(solver, Spectral) and solver.omits_gram(columns, structure)
-    return WITHOUT_GRAM if omits and layer.tensors["weight"].requires_grad else ""
+    if not isinstance(solver, Spectral | AveragedPreconditioned):
+        return ""
+    if not solver.omits_gram(columns, structure) or not layer.tensors["weight"].requires_grad:
+        return ""
+    return WITHOUT_GRAM + (USE_BLOCKS if isinstance(solver, Spectral) else "")
 
 
 def unserved_row(module: Unserved, trained_by: str) -> tuple[str, ...]:

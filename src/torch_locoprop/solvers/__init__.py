@@ -1,5 +1,6 @@
 """Solvers of the local problem, by name."""
 
+from torch_locoprop.solvers.averaged_preconditioned import AveragedPreconditioned
 from torch_locoprop.solvers.base import Numbers, Solver
 from torch_locoprop.solvers.exact import Exact
 from torch_locoprop.solvers.first_order import (
@@ -20,7 +21,7 @@ SOLVERS: dict[str, Solver] = {
     solver.name: solver
     for solver in (
         *(Sgd(), Momentum(), Nesterov(), Adagrad(), RmsProp(), Adam()),
-        *(Exact(), Preconditioned(), Spectral()),
+        *(Exact(), Preconditioned(), AveragedPreconditioned(), Spectral()),
     )
 }
 SOLVERS["general"] = Spectral(agreement=1.0)  # the solver of preset="general"
@@ -30,6 +31,7 @@ __all__ = [
     "SOLVERS",
     "Adagrad",
     "Adam",
+    "AveragedPreconditioned",
     "Exact",
     "FirstOrder",
     "Momentum",

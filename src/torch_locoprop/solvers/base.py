@@ -63,8 +63,10 @@ class Solver:
     """
 
     name: ClassVar[str]
-    # True: solves weight and bias together, without iterations; the first of them has the state.
+    # True: solves weight and bias together, without iterations.
     closed_form: ClassVar[bool] = False
+    # True: weight and bias have one state together, which the first of them holds.
+    joint_state: ClassVar[bool] = False
 
     # Values of settings that an optimizer with this solver starts from, where they are not the table's.
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})

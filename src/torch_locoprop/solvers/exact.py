@@ -64,6 +64,7 @@ class Exact(Solver):
     damping: float | None = None
     name = "exact"
     closed_form = True
+    joint_state = True
     joint_settings = ("lr",)
     ignores = frozenset({"momentum", "decay", "eps", "local_decay"})
     warns_of_ignored = False

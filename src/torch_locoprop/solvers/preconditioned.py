@@ -153,19 +153,15 @@ class Preconditioned(Solver):
 
     def _slopes(self, problem: LocalProblem) -> Tensor | float:
         """Return the slope h by which each output's gradient is divided: ``[..., d]`` or a number."""
-        loss, transfer = problem.loss, problem.transfer
-        most = loss.max_slope(transfer)
-        if self.slope == "bound":
-            if most == torch.inf:
-                raise ValueError(
-                    f'Preconditioned(slope="bound") needs a transfer whose slope is bounded; that of '
-                    f'{transfer!r} is not, or its max_slope is not given. Use slope="mean".'
-                )
-            return most
-        if _is_coupled(problem):
-            return OF_BOUND * (most if most < torch.inf else 1.0)
-        mean = loss.curvature(at_least_float32(problem.a0), transfer)
-        return 1.0 if mean is None else mean_slopes(problem.averaged(mean), most, FLOOR)
+        if self.slope == "mean":
+            return slopes(problem)
+        most = problem.loss.max_slope(problem.transfer)
+        if most == torch.inf:
+            raise ValueError(
+                f'Preconditioned(slope="bound") needs a transfer whose slope is bounded; that of '
+                f'{problem.transfer!r} is not, or its max_slope is not given. Use slope="mean".'
+            )
+        return most
 
     def serves(self, loss: LocalLoss) -> bool:
         return loss.convex
@@ -175,6 +171,16 @@ class Preconditioned(Solver):
 
     def is_fixed_work(self, number: int, weight: Tensor, bent: bool) -> bool:
         return True
+
+
+def slopes(problem: LocalProblem) -> Tensor | float:
+    """Return the mean slope h of each output over the rows: ``[..., d]``, or one number for all."""
+    loss, transfer = problem.loss, problem.transfer
+    most = loss.max_slope(transfer)
+    if _is_coupled(problem):
+        return OF_BOUND * (most if most < torch.inf else 1.0)
+    mean = loss.curvature(at_least_float32(problem.a0), transfer)
+    return 1.0 if mean is None else mean_slopes(problem.averaged(mean), most, FLOOR)
 
 
 class _Iterate:

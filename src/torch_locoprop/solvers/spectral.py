@@ -90,6 +90,7 @@ class Spectral(Solver):
     agreement: float = 0.0
     name = "spectral"
     closed_form = True
+    joint_state = True
     joint_settings = ("lr", "momentum", "decay")
     ignores = frozenset(
         {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer"}
@@ -144,7 +145,7 @@ class Spectral(Solver):
             The direction; None for a layer without inputs or outputs, which does not move.
         """
         owner = "weight" if "weight" in problem.start else "bias"
-        given = join(_gradient(problem))
+        given = join(gradient_without_gamma(problem))
         d = given.shape[-2] if problem.outputs is None else problem.outputs.d
         if 0 in (*given.shape[:-2], d, given.shape[-1]):
             return None
@@ -158,7 +159,7 @@ class Spectral(Solver):
             state, size = _compared(problem, gradient, state, mu)
         else:
             size = problem.of_all_outputs(_size(gradient)[..., None, None])
-        state = {**state, "average": _average(state.get("average"), gradient, mu)}
+        state = {**state, "average": average(state.get("average"), gradient, mu)}
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
@@ -189,7 +190,7 @@ class Spectral(Solver):
         own, state = numbers[owner], dict(found.state)
         lengths = torch.linalg.vector_norm(factor, dim=-1, keepdim=True)
         square = lengths.square() / factor.shape[-1]
-        state["rows"] = _average(state.get("rows"), square, spread(own.decay, factor))
+        state["rows"] = average(state.get("rows"), square, spread(own.decay, factor))
         d = factor.shape[-2] if problem.outputs is None else problem.outputs.d
         scale = -0.2 * max(d, factor.shape[-1]) ** 0.5 * spread(own.lr, factor)
         # The polar factor has no size: along the average of earlier gradients alone, however small it
@@ -310,7 +311,7 @@ def _norm(problem: LocalProblem, matrix: Tensor) -> Tensor:
     return own if problem.outputs is None else problem.of_all_outputs(own.square()).sqrt()
 
 
-def _gradient(problem: LocalProblem) -> Tensors:
+def gradient_without_gamma(problem: LocalProblem) -> Tensors:
     """Return the gradient of the local loss at the start, up to γ, which changes no step."""
     if type(problem.target).first_gradient is BackPropTarget.first_gradient:
         return problem.backprop
@@ -350,7 +351,7 @@ def _compared(
     if "signal" in state:  # energy is kept as a root, which half precision can hold
         energy = state["energy"].square()
         past_shared = state["signal"] * energy
-    shared, energy = _average(past_shared, shared, WINDOW), _average(energy, square, WINDOW)
+    shared, energy = average(past_shared, shared, WINDOW), average(energy, square, WINDOW)
     tiny = torch.finfo(energy.dtype).tiny
     grown = state.get("growth", torch.ones_like(energy))
     known = _known(state, gradient)
@@ -367,6 +368,6 @@ def _known(state: Tensors, like: Tensor) -> Tensor:
     return 1 - WINDOW ** state["step"].to(like)
 
 
-def _average(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
+def average(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
     """Return ``decay · past + (1 − decay) · new``; the past before the first step is zero."""
     return (1 - decay) * new if past is None else torch.lerp(new, past, decay)

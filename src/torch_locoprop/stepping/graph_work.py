@@ -21,7 +21,7 @@ from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.transfers import Linear
 from torch_locoprop.recording.call import Call
 from torch_locoprop.recording.layer_record import LayerRecord
-from torch_locoprop.solvers import FirstOrder, Preconditioned, Spectral
+from torch_locoprop.solvers import AveragedPreconditioned, FirstOrder, Preconditioned, Spectral
 from torch_locoprop.stepping.method import MISSED, Plan, is_ours, number_of, problems_before
 from torch_locoprop.stepping.outer_state import own_entries
 from torch_locoprop.stepping.several_processes.layer_part import part_of
@@ -112,15 +112,17 @@ def is_capturable(
 ) -> bool:
     """Return True if a whole training step can be one CUDA graph, whatever the number of the step.
 
-    Such a recording needs first-order solvers, the preconditioned one or the spectral step, all rows in
-    every step, and only components of this library: a user's component may make decisions on the host.
+    Such a recording needs first-order solvers, the preconditioned ones or the spectral step, all rows
+    in every step, and only components of this library: a user's component may make decisions on the
+    host.
     """
     if any(group["every"] != 1 or group["max_rows"] is not None for group in groups):
         return False
     if any("fisher" in layer.needs or layer.shards is not None for layer in layers):
         return False
     solvers = [components.solver(group) for group in groups]
-    if not all(isinstance(solver, FirstOrder | Preconditioned | Spectral) for solver in solvers):
+    known = FirstOrder | Preconditioned | AveragedPreconditioned | Spectral
+    if not all(isinstance(solver, known) for solver in solvers):
         return False
     variants = [components.variant(group) for group in groups]
     parts = [*solvers, *(components.regularizer(group) for group in groups)]
@@ -135,9 +137,9 @@ def _is_fixed(trained: Trained, plan: Plan, state: States) -> bool:
         method = plan.method_now(layer)
         variant, solver, transfer = method.variant, method.solver, layer.transfer or Linear()
         parts = (variant.loss, variant.target, method.regularizer, solver, transfer)
-        # The host puts the first state in place. A closed form has one state for all tensors.
+        # The host puts the first state in place.
         has_state = [bool(own_entries(state[p])) for p in own.values()]
-        settled = solver.stateless or (any if solver.closed_form else all)(has_state)
+        settled = solver.stateless or (any if solver.joint_state else all)(has_state)
         weight = layer.kind.matrix("weight", layer.like)
         number, bent = number_of(layer, plan.group(layer)), variant.loss.uses_transfer
         fixed = solver.is_fixed_work(number, weight, bent)

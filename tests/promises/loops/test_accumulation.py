@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torch_locoprop.solvers import Exact
 
-pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+pytestmark = pytest.mark.filterwarnings("ignore:(momentum|gamma) has no effect with solver")
 
 PARTS = ([4, 4], [2, 2, 2, 2], [3, 3, 2], [7, 1])  # the last ones uneven
 
@@ -68,7 +68,10 @@ def test_with_the_mean_over_rows(variant: str, reduction: str) -> None:
     assert_close(one, train(variant, backward=at_once, **options), 1e-11)
 
 
-@pytest.mark.parametrize("solver", ["exact", "preconditioned", Exact(decay=0.9, damping=0.1)])
+SOLVERS = ("exact", "preconditioned", "preconditioned-averaged", Exact(decay=0.9, damping=0.1))
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
 @each_model
 def test_closed_forms(solver: str | Exact, kind: str) -> None:
     def in_parts(model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from torch_locoprop.solvers import Exact
 
-pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+pytestmark = pytest.mark.filterwarnings("ignore:(momentum|gamma) has no effect with solver")
 
 DTYPES = [torch.bfloat16, torch.float16]
 
@@ -71,6 +71,7 @@ def test_it_is_the_plain_run_to_the_precision_of_autocast(
     [
         {"solver": "exact", "lr": 0.1},
         {"solver": "preconditioned", "lr": 0.1, "gamma": 0.05},
+        {"solver": "preconditioned-averaged", "local_steps": 1},
         {"solver": Exact(decay=0.9, damping=0.1), "lr": 0.1},
         {"regularizer": "fisher", "lr": 1e-3},
         {"local_reduction": "mean"},

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch_locoprop.solvers import Exact
 from torch_locoprop.stepping.fallback_optimizer import move_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:momentum has no effect with solver")
+pytestmark = pytest.mark.filterwarnings("ignore:(momentum|gamma) has no effect with solver")
 
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"solver": "adam", "eps": 1e-3},
     {"solver": Exact(decay=0.9, every=2, damping=0.1), "lr": 0.1},
     {"solver": "preconditioned", "lr": 0.5, "gamma": 0.05},
+    {"solver": "preconditioned-averaged"},
     {"variant": "natural-s", "lr": 1e-4},
 ]
 WITH_OUTER = {"apply": "gradient", "outer": lambda ps: torch.optim.AdamW(ps, lr=1e-3)}

@@ -22,6 +22,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pocoprop-m": {"variant": "pocoprop-m", "diagnose": True},
     "exact": {"solver": "exact"},
     "preconditioned": {"solver": "preconditioned"},
+    "averaged": {"solver": "preconditioned-averaged"},
     "natural-s": {"variant": "natural-s"},
 }
 REMOVED = {

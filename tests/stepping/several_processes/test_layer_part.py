@@ -52,6 +52,8 @@ NAMES = (
     *("M", "S", "closed form", "default", "S in blocks", "running closed form in blocks"),
     *("mean of S, diagonal", "spectral in blocks", "closed form of M", "running closed form"),
     *("preconditioned", "spectral with agreement", "mean", "mean of S", "gate and cap", "maximize"),
+    *("averaged", "averaged, S", "averaged, softmax", "averaged, frozen bias"),
+    *("averaged, convolution", "averaged, uneven"),
     *("weight decay", "solver of the user's", "outer", "outer, capped", "softmax"),
     *("softmax, closed form", "convolution, M", "convolution, S", "grouped convolution"),
     *("transposed convolution", "frozen bias of M", "discarded", "uneven", "uneven, convolution"),
