@@ -5,25 +5,25 @@
 
 `solver="preconditioned"` solves each batch's local problem by itself. What remains over many batches
 depends on how their solutions are averaged, so here one solver does both. In each step, one to four
-iterations find the displacement of a layer; its Nesterov average over the steps is then taken as it is
-(`plain`), divided by the root mean square of each output's displacements (`rows`), or replaced by its
-polar factor, as in the spectral step (`polar`). C of the preconditioner is a running average over
-batches too, and its inverse is renewed every tenth step: the preconditioner decides how fast iterations
-are, not where they go.
+checked iterations find the displacement of a layer; its Nesterov average over the steps is then taken
+as it is (`plain`), divided by the root mean square of each output's displacements (`rows`), or replaced
+by its polar factor, as in the spectral step (`polar`). C of the preconditioner is a running average
+over batches too, and its inverse is renewed every tenth step: the preconditioner decides how fast
+iterations are, not where they go.
 
 First every setting of `TRIALS` runs for `--trial-epochs`, beside the spectral step and LocoProp-M with
 RMSProp. Then the best one runs for `--epochs` and for `--short-epochs` at three seeds, and the best of
 each other form and variant at one. Last, the time of a step alone is measured, as one CUDA graph. Runs
 are folders of the study; `summary.json` has all losses and times.
 
-One iteration can do without its check (`check=False`): the average and the division by rows decide how
-long a step is. It is then one product of the gradient with the inverse. The slopes h are averaged and
-renewed together with C, so that steps between two renewals need no rows. With `rows`, γ and the part
-of h that does not change have no effect. These runs alone, beside LocoProp-M with RMSProp, and the
-seconds that the steps of a run take:
+With `rows`, one iteration can do without its check: that is `solver="preconditioned-averaged"` of the
+library, whose step is one product of the gradient with the inverse. Its runs alone, beside LocoProp-M
+with RMSProp, and the seconds that the steps of a run take:
 
     python -m benchmarks.preconditioned_mnist --device cuda --precision tf32 --only unchecked \\
         --processes 10 --out FOLDER
+
+`--trials 1` runs it at its defaults only, at all seeds.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ from benchmarks.clock import milliseconds
 from benchmarks.options import add_options
 from torch_locoprop import LocoProp, TrainingStep
 from torch_locoprop.fast import dispatch
-from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
-from torch_locoprop.paper.preconditioning import preconditioned
+from torch_locoprop.paper.preconditioning import average_size
 from torch_locoprop.paper.spectral import has_fast_bf16
-from torch_locoprop.paper.tensors import Tensors, at_least_float32, join, split, spread
-from torch_locoprop.solvers import Preconditioned, Spectral
+from torch_locoprop.paper.tensors import Tensors, join, split, spread
+from torch_locoprop.solvers import AveragedPreconditioned, Preconditioned, Spectral
 from torch_locoprop.solvers.base import Numbers, States
 from torch_locoprop.solvers.spectral import Direction
 from torch_locoprop.study.data import datasets
@@ -65,8 +64,8 @@ from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.runner import run
 
 OTHERS = ("locoprop-m", "locoprop-spectral")  # methods of the study to compare with
-EARLY = 10  # each of the first steps renews C
 NAME = "locoprop-preconditioned"
+UNCHECKED_NAME = "locoprop-averaged"
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,12 @@ class Averaged(Preconditioned):
         across: weight of the past in the average of displacements.
         every: number of steps between two renewals of C.
         averaging: weight of the past in the running average of C, at each renewal.
-        check: False takes one iteration at its full length, with slopes that are averaged as C is.
     """
 
     form: str = "plain"
     across: float = 0.9
     every: int = 10
     averaging: float = 0.8
-    check: bool = True
     stateless = False
     ignores = frozenset({"momentum", "eps", "local_decay"})
 
@@ -99,46 +96,24 @@ class Averaged(Preconditioned):
     ) -> tuple[Tensors, States]:
         state = dict(states["weight"])
         if self.renews(problem.number) or "inverse" not in state:
-            for name, entry in self._renewed(problem).items():
-                past = state.get(name)
-                state[name] = entry if past is None else torch.lerp(entry, past, self.averaging)
+            square = self.square(problem)
+            past = state.get("gram", square)
+            state["gram"] = torch.lerp(square, past, self.averaging)
             state["inverse"] = self.inverse(state["gram"], dispatch.inverse)
-        if self.check:
-            moved = self.displacement(problem, state["inverse"], local_steps, dispatch.product)
-        else:
-            moved = self._full_step(problem, state)
+        moved = self.displacement(problem, state["inverse"], local_steps, dispatch.product)
         past = state["average"] if "average" in state else torch.zeros_like(moved)
         state["average"] = torch.lerp(moved, past, self.across)
         found = torch.lerp(moved, state["average"], self.across)
         if self.form == "polar":
             return self._bounded(problem, states, numbers, found, state)
         if self.form == "rows":
-            square = moved.square().mean(-1, keepdim=True)
-            past = state.get("rows", square)
-            state["rows"] = torch.lerp(square, past, 0.95)
-            found = found * (0.2 / state["rows"].sqrt().clamp_min(1e-30))
+            state["rows"], factor = average_size(state.get("rows"), moved, 0.95)
+            found = 0.2 * factor * found
         step = split(found, problem.start)
         new = {
             name: t + spread(numbers[name].lr, t) * step[name] for name, t in problem.start.items()
         }
         return new, {**states, "weight": state}
-
-    def _renewed(self, problem: LocalProblem) -> Tensors:
-        """Return C of this batch and, without a check, the slopes h."""
-        square = self.square(problem)
-        if self.check:
-            return {"gram": square}
-        quadratic = problem.loss.is_quadratic(problem.transfer)  # there may be no rows then
-        h = 1.0 if quadratic else self._slopes(problem)
-        return {"gram": square, "slopes": h if isinstance(h, Tensor) else square.new_full((1,), h)}
-
-    @staticmethod
-    def _full_step(problem: LocalProblem, state: Tensors) -> Tensor:
-        """Return ``−diag(h)⁻¹ G (C + λI)⁻¹``."""
-        gradient = at_least_float32(join(problem.first_gradient))
-        product = dispatch.product_for(problem.products)
-        with full_products(gradient):  # small eigenvalues of C need all digits of float32
-            return -preconditioned(gradient, state["inverse"], state["slopes"], product)
 
     def _bounded(
         self,
@@ -160,24 +135,11 @@ class Averaged(Preconditioned):
 
     def renews(self, number: int) -> bool:
         """Return True if C and its inverse are renewed in a step."""
-        return number < EARLY or number % self.every == 0
-
-    def use_of_rows(
-        self,
-        local_steps: int,
-        number: int,
-        state: Tensors,
-        columns: int,
-        *,
-        structure: Structure = FULL,
-    ) -> RowUse | None:
-        if self.check:
-            return None
-        return RowUse(square=self.renews(number) or "inverse" not in state)
+        return Spectral(every=self.every).renews(number)
 
 
 class Recorded(LocoProp):
-    """LocoProp whose steps can be recorded, although its solver is not one of the library."""
+    """LocoProp whose steps can be recorded, although its solver is not one of the library's."""
 
     capturable = True  # type: ignore[assignment]
 
@@ -192,17 +154,12 @@ SETTINGS: dict[str, Any] = {
     "damping": 0.01,
     "every": 10,
     "averaging": 0.8,
-    "check": True,
 }
 
 
 def build(model: nn.Module, settings: Mapping[str, Any]) -> Optimizer:
-    """Return the optimizer of a run."""
-    if not settings["check"] and settings["local_steps"] != 1:
-        raise ValueError(
-            f"Invalid local_steps={settings['local_steps']}. Must be 1 with check=False."
-        )
-    own = ("form", "across", "damping", "every", "averaging", "check")
+    """Return the optimizer of a run with checked iterations."""
+    own = ("form", "across", "damping", "every", "averaging")
     return Recorded(
         model,
         variant=settings["variant"],
@@ -217,10 +174,24 @@ def build(model: nn.Module, settings: Mapping[str, Any]) -> Optimizer:
     )
 
 
-def add_method() -> None:
-    """Add the method to the study in this process; not on import, for tests list all methods."""
+def build_unchecked(model: nn.Module, settings: Mapping[str, Any]) -> Optimizer:
+    """Return the optimizer of a run with the solver of the library."""
+    return LocoProp(
+        model,
+        variant="locoprop-m",
+        output_transfer="sigmoid",
+        solver=AveragedPreconditioned(every=settings["every"]),
+        lr=settings["lr"],
+        weight_decay=settings.get("weight_decay", 0.0),
+    )
+
+
+def add_methods() -> None:
+    """Add the methods to the study in this process; not on import, for tests list all methods."""
     if NAME not in names():
         register(Method(NAME, build, SETTINGS, "not tuned", label="LocoProp-M preconditioned"))
+        label = "LocoProp-M averaged"
+        register(Method(UNCHECKED_NAME, build_unchecked, OF_UNCHECKED, "not tuned", label=label))
 
 
 def trial(form: str, T: int, **more: Any) -> dict[str, Any]:
@@ -260,25 +231,20 @@ TRIALS: list[dict[str, Any]] = [
     trial("plain", 3, gamma=0.003, across=0.0, averaging=0.0, every=1),
     trial("plain", 3, gamma=0.005, across=0.0),
 ]
-UNCHECKED: list[dict[str, Any]] = [
-    trial("rows", 1, lr=0.03, check=False),  # at all seeds
-    trial("rows", 1, lr=0.02, check=False),
-    trial("rows", 1, lr=0.01, check=False),
-    trial("rows", 1, lr=0.03, check=False, every=20),
-    trial("rows", 1, lr=0.045, check=False),
-]
+OF_UNCHECKED: dict[str, Any] = {"lr": 0.03, "every": 10}
+UNCHECKED: list[dict[str, Any]] = [{}, {"lr": 0.02}, {"lr": 0.01}, {"every": 20}, {"lr": 0.045}]
 
 
-def key_of(settings: Mapping[str, Any]) -> str:
+def key_of(settings: Mapping[str, Any], defaults: Mapping[str, Any] = SETTINGS) -> str:
     """Return a short name of the settings that differ from the defaults."""
-    own = {name: value for name, value in settings.items() if value != SETTINGS[name]}
+    own = {name: value for name, value in settings.items() if value != defaults[name]}
     return "-".join(f"{name}={value}" for name, value in own.items()) or "defaults"
 
 
 def work(jobs: Any, results: Any, deadline: float) -> None:
     """Train the configurations of a queue until it is empty or the time is over."""
     torch.set_num_threads(1)
-    add_method()
+    add_methods()
     while time.time() < deadline:
         try:
             name, values, folder = jobs.get_nowait()
@@ -337,7 +303,7 @@ def train_all(
 
 def step_milliseconds(values: dict[str, Any]) -> float:
     """Return the milliseconds of a step of a configuration alone, as one CUDA graph on a GPU."""
-    add_method()
+    add_methods()
     config = RunConfig(**values)
     images = datasets.load(config.dataset).train[: config.batch_size].to(config.device)
     with matmul_precision(config.precision):
@@ -371,16 +337,22 @@ def run_unchecked(
 ) -> None:
     """Run the settings without a check and LocoProp-M with RMSProp, and time their steps.
 
+    The first setting, the defaults, has all seeds.
+
     Args:
         config: returns the configuration of a run with these settings, epochs and seed.
         content: what the summary has so far; this function adds to it.
         options: the options of the command line.
         deadline: when no other run is started.
     """
-    add_method()
+    add_methods()
     chosen, seeds, epochs = UNCHECKED[: options.trials], range(options.seeds), options.epochs
+
+    def unchecked(settings: dict[str, Any], seed: int = 0) -> dict[str, Any]:
+        return {**config(settings, epochs, seed), "method": UNCHECKED_NAME}
+
     wanted = [(chosen[0], seed) for seed in seeds] + [(settings, 0) for settings in chosen[1:]]
-    runs = [(f"{key_of(s)}-s{seed}", config(s, epochs, seed)) for s, seed in wanted]
+    runs = [(f"{key_of(s, OF_UNCHECKED)}-s{seed}", unchecked(s, seed)) for s, seed in wanted]
     reference = {**config({}, epochs), "method": "locoprop-m"}
     runs += [(f"locoprop-m-s{seed}", {**reference, "seed": seed}) for seed in seeds]
     content["runs"] = train_all(runs, options, deadline)
@@ -388,8 +360,8 @@ def run_unchecked(
     content["seconds of all steps"] = seconds = {}
     save(options.out, content)
     # The learning rate changes no work: one of the settings stands for all with the same period.
-    periods = {s.get("every", SETTINGS["every"]): s for s in reversed(chosen)}
-    timed = {f"unchecked, every {n}": config(s, epochs) for n, s in periods.items()}
+    periods = {s.get("every", OF_UNCHECKED["every"]): s for s in reversed(chosen)}
+    timed = {f"unchecked, every {n}": unchecked(s) for n, s in periods.items()}
     for name, values in {**timed, "locoprop-m": reference}.items():
         clock[name] = step_milliseconds(values)
         seconds[name] = 1e-3 * clock[name] * steps_of(values)

@@ -1,6 +1,8 @@
 """The scripts about the preconditioned solver and the product with the inverse."""
 
-import copy
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,17 +11,26 @@ import torch.nn.functional as F
 from emulated_graphs import Emulated, emulate
 from torch import Tensor, nn
 
-from benchmarks import inverse_products
-from benchmarks.preconditioned_mnist import SETTINGS, build, polar, trial
+from benchmarks import inverse_products, preconditioned_mnist
+from benchmarks.preconditioned_mnist import (
+    OF_UNCHECKED,
+    SETTINGS,
+    UNCHECKED,
+    build,
+    build_unchecked,
+    key_of,
+    polar,
+    trial,
+)
 from torch_locoprop import LocoProp, TrainingStep
-from torch_locoprop.solvers import preconditioned
+from torch_locoprop.solvers import AveragedPreconditioned
+from torch_locoprop.study.training.config import RunConfig
 
 ALONE = trial("plain", 3, gamma=0.02, across=0.0, averaging=0.0, every=1)
 RECORDED = [
     polar(2, 0.015, 0.1),
     polar(1, 0.015, 0.1, variant="locoprop-s"),
     trial("rows", 1, lr=0.03),
-    trial("rows", 1, lr=0.03, check=False),
     ALONE,
 ]
 
@@ -60,73 +71,52 @@ def test_without_averages_it_is_the_solver_of_the_library() -> None:
     assert found[-1] < found[0]
 
 
-def test_without_a_check_a_step_is_one_that_the_check_accepts(
-    monkeypatch: pytest.MonkeyPatch,
+def test_without_a_check_runs_have_the_solver_of_the_library() -> None:
+    model = nn.Sequential(nn.Linear(12, 9), nn.Tanh(), nn.Linear(9, 12))
+    for settings in UNCHECKED:
+        opt = build_unchecked(model, {**OF_UNCHECKED, **settings, "weight_decay": 1e-5})
+        group = opt.param_groups[0]
+        expected = AveragedPreconditioned(every=settings.get("every", 10))
+        assert opt._components.solver(group) == expected
+        assert group["lr"] == settings.get("lr", expected.defaults["lr"])
+        assert (group["variant"], group["weight_decay"]) == ("locoprop-m", 1e-5)
+    assert key_of({}, OF_UNCHECKED) == "defaults"
+    assert key_of({"every": 20}, OF_UNCHECKED) == "every=20"
+
+
+def test_without_a_check_the_first_setting_has_all_seeds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(preconditioned, "CHECKS", 1)  # otherwise longer steps are tried too
-    settings = {**ALONE, "local_steps": 1, "gamma": 1e-3, "damping": 0.3}
-    found = losses({**settings, "check": False})
-    assert found == pytest.approx(losses(settings), rel=1e-9)
-    assert found[-1] < found[0]
-
-
-def test_without_a_check_a_step_is_the_formula() -> None:
-    """Also after step 10, the last of these to renew C and the slopes."""
-    gamma, damping, averaging = 0.5, 0.1, 0.8
-    given = {"gamma": gamma, "damping": damping, "averaging": averaging, "across": 0.0}
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)).double()
-    expected = copy.deepcopy(model)
-    opt = build(model, {**SETTINGS, **trial("plain", 1, check=False), **given})
-    averages: dict[nn.Module, list[Tensor]] = {}
-    for i in range(14):
-        x, y = torch.randn(30, 5).double(), torch.rand(30, 3).double()
-        opt.zero_grad()
-        summed(model(x), y).backward()
-        opt.step()
-        first, last = expected[0], expected[2]
-        expected.zero_grad()
-        hidden = first(x).tanh()
-        out = last(hidden)
-        summed(out, y).backward()
-        of_tanh, of_sigmoid = 1 - hidden.square(), out.sigmoid() * (1 - out.sigmoid())
-        for layer, inputs, slope, largest in (
-            (first, x, of_tanh, 1),
-            (last, hidden, of_sigmoid, 0.25),
-        ):
-            rows = F.pad(inputs.detach(), (0, 1), value=1.0)
-            new = [rows.mT @ rows / 30, slope.detach().mean(0).clamp_min(0.4 * largest)]
-            if i <= 10:
-                past = averages.get(layer, new)
-                averages[layer] = [
-                    averaging * a + (1 - averaging) * b for a, b in zip(past, new, strict=True)
-                ]
-            C, h = averages[layer]
-            inverse = torch.linalg.inv(C + damping * C.diagonal().mean() * torch.eye(len(C)).to(C))
-            gradient = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
-            moved = -gamma * gradient @ inverse / h[:, None]
-            with torch.no_grad():
-                layer.weight += moved[:, :-1]
-                layer.bias += moved[:, -1]
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-12)
-
-
-def test_without_a_check_steps_between_renewals_record_no_rows() -> None:
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    opt = build(model, {**SETTINGS, **trial("rows", 1, lr=0.01, check=False)})
-    recorded = []
-    for _ in range(22):
-        opt.zero_grad()
-        summed(model(torch.randn(6, 5)), torch.rand(6, 3)).backward()
-        recorded.append([call.x.numel() for layer in opt._layers for call in layer.calls])
-        opt.step()
-    assert [i for i, rows in enumerate(recorded) if any(rows)] == [*range(11), 20]
-
-
-def test_without_a_check_there_is_one_iteration() -> None:
-    with pytest.raises(ValueError, match="local_steps=2"):
-        build(nn.Linear(2, 2), {**SETTINGS, **trial("rows", 2, check=False)})
+    """And one of each period is timed, as LocoProp-M with RMSProp is."""
+    trained: list[tuple[str, dict[str, Any]]] = []
+    timed: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        preconditioned_mnist, "train_all", lambda runs, *_: trained.extend(runs) or []
+    )
+    monkeypatch.setattr(
+        preconditioned_mnist, "step_milliseconds", lambda values: timed.append(values) or 1.0
+    )
+    monkeypatch.setattr(preconditioned_mnist, "steps_of", lambda values: 6000)
+    arguments = ["", "--only", "unchecked", "--seeds", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", arguments)
+    preconditioned_mnist.main()
+    assert [name for name, _ in trained] == [
+        *("defaults-s0", "defaults-s1", "lr=0.02-s0", "lr=0.01-s0", "every=20-s0", "lr=0.045-s0"),
+        *("locoprop-m-s0", "locoprop-m-s1"),
+    ]
+    for name, values in trained:
+        method = "locoprop-m" if name.startswith("locoprop-m") else "locoprop-averaged"
+        assert values["method"] == method
+        assert name.endswith(f"-s{values['seed']}")
+        build = RunConfig(**values).build_optimizer
+        assert isinstance(build(nn.Sequential(nn.Linear(3, 2))), LocoProp)
+    assert [(each["method"], each["settings"].get("every")) for each in timed] == [
+        ("locoprop-averaged", None),
+        ("locoprop-averaged", 20),
+        ("locoprop-m", None),
+    ]
+    saved = json.loads((tmp_path / "summary.json").read_text())
+    assert saved["seconds of all steps"]["unchecked, every 10"] == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("settings", RECORDED)
