@@ -120,17 +120,21 @@ def test_closed_form_equals_locoprop(damping: float | None) -> None:
     assert_equal_weights(by_hand, train_with(variant="locoprop-s", solver=solver, **numbers))
 
 
+@pytest.mark.parametrize("rate", [0.0, 0.7])
 @pytest.mark.parametrize("agreement", [0.0, 1.0])
-def test_spectral_step_equals_locoprop(agreement: float) -> None:
+def test_spectral_step_equals_locoprop(agreement: float, rate: float) -> None:
     states: dict[str, Any] = {}
     calls: dict[str, int] = {}
 
     def step(name: str, grad: Tensor, gram: Tensor) -> Tensor:
         calls[name] = calls.get(name, 0) + 1
-        moved, states[name] = spectral(grad, gram, states.get(name), lr=0.02, agreement=agreement)
+        bias_rate = 0.0 if "bias=False" in name else rate
+        moved, states[name] = spectral(
+            grad, gram, states.get(name), lr=0.02, agreement=agreement, bias_rate=bias_rate
+        )
         return moved
 
-    solver = Spectral(agreement=agreement)
+    solver = Spectral(agreement=agreement, bias_rate=rate)
     assert_equal_weights(train_by_hand(step), train_with(solver=solver, lr=0.02))
 
 

@@ -42,8 +42,11 @@ class Oracle:
         self.moved: Tensor | None = None
         self.growth = 1.0
 
-    def move(self, gradient: Tensor, rows: Tensor) -> Tensor:
-        """Return the displacement for the gradient of ``[W b]`` and the rows ``[X 1]``."""
+    def move(self, gradient: Tensor, rows: Tensor, bias: bool = True) -> Tensor:
+        """Return the displacement for the gradient of ``[W b]`` and the rows ``[X 1]``.
+
+        Without a bias, these are the gradient of W and the rows X.
+        """
         solver, mu = self.solver, self.mu
         if self.t < 10 or self.t % solver.every == 0:
             gram = rows.mT @ rows
@@ -69,6 +72,11 @@ class Oracle:
         self.t += 1
         factor = float(self.agreed() * self.grown()) ** solver.agreement
         self.moved = -self.lr * 0.2 * max(gradient.shape) ** 0.5 * factor * found
+        if bias:
+            past = torch.stack([g[:, -1] for g in self.gradients])
+            weights = (1 - self.rho) * self.rho ** torch.tensor(ages).double()
+            size = (weights[:, None] * past.square()).sum(0).sqrt()
+            self.moved[:, -1] -= self.lr * solver.bias_rate * factor * average[:, -1] / size
         return self.moved
 
     def mean(self, gradients: list[Tensor]) -> Tensor:
@@ -114,7 +122,9 @@ SOLVER_CASES: dict[str, dict[str, Any]] = {
     "general": {"preset": "general"},
     "spectral": {"preset": "spectral"},
     "other values": {
-        "solver": Spectral(every=3, averaging=0.5, damping=0.3, fall=5.0, agreement=0.5),
+        "solver": Spectral(
+            every=3, averaging=0.5, damping=0.3, fall=5.0, agreement=0.5, bias_rate=0.3
+        ),
         "lr": 0.1,
         "momentum": 0.7,
         "decay": 0.5,
@@ -146,7 +156,7 @@ def test_linear_layers_equal_a_second_implementation(name: str, bias: bool) -> N
             if bias:
                 gradient = torch.cat([gradient, layer.bias.grad[:, None]], 1)
                 rows = torch.cat([rows, torch.ones(len(rows), 1).double()], 1)
-            moved = oracle.move(gradient, rows)
+            moved = oracle.move(gradient, rows, bias)
             with torch.no_grad():
                 layer.weight += moved[:, : layer.in_features]
                 if bias:
@@ -515,6 +525,7 @@ def test_a_state_of_an_earlier_version_has_no_growth_yet() -> None:
 # ---- what tools ask of it --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("bias_rate", [0.0, 1.0])
 @pytest.mark.parametrize("agreement", [0.0, 0.5])
 @pytest.mark.parametrize(
     ("structure", "of_gram"),
@@ -522,11 +533,16 @@ def test_a_state_of_an_earlier_version_has_no_growth_yet() -> None:
 )
 @pytest.mark.parametrize("leading", [(), (2,)], ids=str)
 def test_empty_states_have_the_shapes_of_full_ones(
-    leading: tuple[int, ...], structure: Structure, of_gram: tuple[int, ...], agreement: float
+    leading: tuple[int, ...],
+    structure: Structure,
+    of_gram: tuple[int, ...],
+    agreement: float,
+    bias_rate: float,
 ) -> None:
     """C and its inverse are the identity, with which a layer moves; all else is zero."""
     start = {"weight": torch.zeros(*leading, 3, 4), "bias": torch.zeros(*leading, 3)}
-    found = Spectral(agreement=agreement).empty_states(start, False, structure=structure)
+    solver = Spectral(agreement=agreement, bias_rate=bias_rate)
+    found = solver.empty_states(start, False, structure=structure)
     assert found["bias"] == {}
     state = found["weight"]
     shapes = {
@@ -538,6 +554,8 @@ def test_empty_states_have_the_shapes_of_full_ones(
     }
     if agreement:
         shapes |= {"moved": (3, 5), "energy": (1, 1), "signal": (1, 1), "growth": (1, 1)}
+    if bias_rate:
+        shapes["bias_size"] = (3, 1)
     assert {k: tuple(t.shape) for k, t in state.items()} == {
         k: (*leading, *shape) for k, shape in shapes.items()
     }
@@ -545,8 +563,8 @@ def test_empty_states_have_the_shapes_of_full_ones(
     for key, entry in state.items():
         expected = one.expand_as(entry) if key in ("gram", "inverse") else torch.zeros_like(entry)
         assert torch.equal(entry, expected), key
-    alone = Spectral(agreement=agreement).empty_states({"bias": start["bias"]}, False)
-    assert alone["bias"].keys() == state.keys()
+    alone = solver.empty_states({"bias": start["bias"]}, False)
+    assert alone["bias"].keys() == state.keys() - {"bias_size"}
 
 
 def test_empty_states_of_wide_layers_have_no_gram(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -276,6 +276,23 @@ def test_layers_join_and_leave_a_stack(
     assert ["6", "4", "2"] in stacks, "while its bias is frozen"
 
 
+def test_a_bias_with_a_step_of_its_own(stacks: list[list[str]]) -> None:
+    """Its state is another one, which stays after the bias is frozen, and has no effect then."""
+    model, other = mlp(), mlp()
+    solver = Spectral(agreement=1.0, bias_rate=0.5)
+    opt, alone = LocoProp(model, solver=solver), LocoProp(other, solver=solver)
+    for seed in range(STEPS):
+        for each in (model, other):
+            each[6].bias.requires_grad_(not 4 <= seed < 8)
+        step(model, opt, seed)
+        with pytest.MonkeyPatch.context() as context:
+            context.setattr(stacked_steps, "LARGEST", 0)
+            step(other, alone, seed)
+    assert_equal(opt, alone)
+    # Not while the bias is frozen, nor in the step after, for which the state has another shape.
+    assert stacks.count(["8", "6"]) == STEPS - 5
+
+
 class Skipping(nn.Sequential):
     """Layers of which one may be left out."""
 

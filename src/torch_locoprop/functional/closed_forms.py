@@ -93,6 +93,7 @@ def spectral(
     damping: float = Spectral.damping,
     fall: float = Spectral.fall,
     agreement: float = Spectral.agreement,
+    bias_rate: float = Spectral.bias_rate,
 ) -> tuple[Tensor, Tensors]:
     """Return the spectral step, the default of :class:`torch_locoprop.LocoProp`, and the new state.
 
@@ -114,6 +115,8 @@ def spectral(
         fall: λ falls from 1 as ``1 / (1 + t / fall)`` in step t until it is ``damping``.
         agreement: the step is multiplied by this power of the agreement of the last gradients and of
             the growth of steps.
+        bias_rate: if above 0, the last column of ``grad`` and ``gram`` is that of a bias, which takes
+            a step of its own in addition.
 
     Returns:
         The displacement, ``[..., d, n]``, and the state.
@@ -128,7 +131,13 @@ def spectral(
         >>> weight = weight + displacement
     """
     check_settings(lr=lr, momentum=momentum, decay=decay)
-    numbers = {"averaging": averaging, "damping": damping, "fall": fall, "agreement": agreement}
+    numbers = {
+        "averaging": averaging,
+        "damping": damping,
+        "fall": fall,
+        "agreement": agreement,
+        "bias_rate": bias_rate,
+    }
     own, curvature = (grad.to(working_dtype(grad)), None) if gram is None else with_gram(grad, gram)
     if state is not None:
         _check_state(state, {"average": grad} if gram is None else {"average": grad, "gram": gram})
@@ -163,6 +172,9 @@ def _check_state(state: Tensors, given: Tensors) -> None:
 
 class _OnGivenGram(Spectral):
     """The spectral step on C itself, of any structure and width; the problem has no rows."""
+
+    def _moves_bias(self, start: Tensors) -> bool:
+        return self.bias_rate > 0  # the bias is a column of the weight
 
     def _has_use_of_rows(
         self, number: int, state: Tensors, columns: int, structure: Structure

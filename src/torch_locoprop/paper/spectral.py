@@ -111,6 +111,20 @@ def equal_rows(
     return norm(lengths) / _at_least_tiny(norm(lengths / root)) / root
 
 
+def mean_size(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
+    """Return the root of the running average of squares; the past before the first step is zero.
+
+    The root is kept, not the square, which half precision could not hold.
+    """
+    size: Tensor = (1 - decay) ** 0.5 * new.abs()
+    return size if past is None else torch.hypot(decay**0.5 * past, size)
+
+
+def relative(average: Tensor, size: Tensor) -> Tensor:
+    """Return an average divided by the size of what was averaged; 0 where both are 0."""
+    return average / _at_least_tiny(size)
+
+
 def agreement(signal: Tensor, known: Tensor, least: float) -> Tensor:
     """Return how far gradients agree, from the share of the signal in their squares.
 

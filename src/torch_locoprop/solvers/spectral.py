@@ -5,8 +5,8 @@ With the gradient ``G`` of ``[W b]``, its Nesterov average M, and a running aver
 
     Δ = −lr · 0.2 · sqrt(max(d, n)) · rows(polar(M (C + λI)⁻¹)) ,
 
-where ``rows`` gives all output features steps of about equal length. The formulas are in
-``paper/spectral.py``; what they average over steps is kept here.
+where ``rows`` gives all output features steps of about equal length. Biases may take a step of their
+own in addition. The formulas are in ``paper/spectral.py``; what they average over steps is kept here.
 
 No number of this step has a unit: multiplying the loss by a constant, or summing it over the rows in
 place of averaging it, changes nothing.
@@ -30,7 +30,9 @@ from torch_locoprop.paper.spectral import (
     growth,
     has_fast_bf16,
     length,
+    mean_size,
     polar,
+    relative,
 )
 from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.targets import BackPropTarget
@@ -81,6 +83,9 @@ class Spectral(Solver):
         agreement: the step is multiplied by this power of the agreement of the last gradients, which is
             1 if they are equal and 0.15 if they are noise, and of the growth, which rises from 1 up to
             16 while a step leaves much of the gradient along it. 0 leaves the step as it is.
+        bias_rate: biases take, in addition to their column of the displacement, a step of ``bias_rate``
+            learning rates times their average gradient divided by the root of its mean square, as in
+            Adam. 0 leaves this step out. Biases of layers whose weights are frozen have no such step.
     """
 
     every: int = 10
@@ -88,6 +93,7 @@ class Spectral(Solver):
     damping: float = 0.02
     fall: float = 50.0
     agreement: float = 0.0
+    bias_rate: float = 0.0
     name = "spectral"
     closed_form = True
     joint_state = True
@@ -96,7 +102,7 @@ class Spectral(Solver):
         {"gamma", "local_steps", "eps", "local_decay", "local_reduction", "regularizer"}
     )
     over_fallback = 3.0
-    row_state = frozenset({"average", "moved", "rows"})
+    row_state = frozenset({"average", "moved", "rows", "bias_size"})
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
@@ -106,8 +112,9 @@ class Spectral(Solver):
         for name in ("damping", "fall"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be > 0.")
-        if not self.agreement >= 0:
-            raise ValueError(f"Invalid agreement={self.agreement}. Must be >= 0.")
+        for name in ("agreement", "bias_rate"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Invalid {name}={getattr(self, name)}. Must be >= 0.")
 
     def solve(
         self,
@@ -160,6 +167,10 @@ class Spectral(Solver):
         else:
             size = problem.of_all_outputs(_size(gradient)[..., None, None])
         state = {**state, "average": average(state.get("average"), gradient, mu)}
+        if self._moves_bias(problem.start):
+            bias = gradient[..., -1:]
+            decay = spread(numbers[owner].decay, bias)
+            state["bias_size"] = mean_size(state.get("bias_size"), bias, decay)
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
@@ -192,7 +203,8 @@ class Spectral(Solver):
         square = lengths.square() / factor.shape[-1]
         state["rows"] = average(state.get("rows"), square, spread(own.decay, factor))
         d = factor.shape[-2] if problem.outputs is None else problem.outputs.d
-        scale = -0.2 * max(d, factor.shape[-1]) ** 0.5 * spread(own.lr, factor)
+        width = 0.2 * max(d, factor.shape[-1]) ** 0.5
+        scale = -width * spread(own.lr, factor)
         # The polar factor has no size: along the average of earlier gradients alone, however small it
         # has become, the layer would go on in steps of full length.
         scale = scale * found.has_gradient
@@ -201,6 +213,9 @@ class Spectral(Solver):
             scale = scale * (agreed * state["growth"]) ** self.agreement
         scales = scale * equal_rows(lengths, state["rows"], partial(_norm, problem))
         displacement = scales * factor
+        if self._moves_bias(problem.start):
+            bias = relative(state["average"][..., -1:], state["bias_size"])
+            displacement[..., -1:] += self.bias_rate / width * scale * bias
         if self.agreement > 0:
             state["moved"] = displacement
         moved = split(displacement.to(dtype), problem.start)
@@ -241,6 +256,8 @@ class Spectral(Solver):
         of_gram = structure.shape(n)
         if not self.omits_gram(n, structure):
             shapes |= {"gram": of_gram, "inverse": of_gram}
+        if self._moves_bias(start):
+            shapes["bias_size"] = (d, 1)
         if self.agreement > 0:
             shapes |= {"moved": (d, n), "energy": (1, 1), "signal": (1, 1), "growth": (1, 1)}
         state = {key: joint.new_zeros(*leading, *shape) for key, shape in shapes.items()}
@@ -250,6 +267,10 @@ class Spectral(Solver):
         state["step"] = joint.new_zeros(*leading, 1, 1, dtype=torch.float32)
         owner = "weight" if "weight" in start else "bias"
         return {**{name: {} for name in start}, owner: state}
+
+    def _moves_bias(self, start: Tensors) -> bool:
+        """Return True if the bias of a layer takes a step of its own, beside its column."""
+        return self.bias_rate > 0 and "weight" in start and "bias" in start
 
     def serves(self, loss: LocalLoss) -> bool:
         return not loss.uses_transfer

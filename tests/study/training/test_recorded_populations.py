@@ -19,7 +19,7 @@ EPOCHS, STEPS = 8, 3  # in an epoch: two of 16 images and one of the 8 that rema
 SETTINGS = {
     "muon": {},
     "exact-s-muon@3": {"damping": 0.3},
-    "locoprop-spectral@3": {"fall": 2.0, "damping": 0.1},
+    "locoprop-spectral@3": {"fall": 2.0, "damping": 0.1, "bias_rate": 0.5},
     "soap@3": {"lr": 1e-2},
     "shampoo@3": {"early": 5},
     "kfac@7": {"lr": 0.1},

@@ -12,7 +12,7 @@ from torch_locoprop.study.methods.record import TUNED, EqualBudgets, Method, Set
 from torch_locoprop.study.methods.search_space import AVERAGE, SHORT_AVERAGE, Span
 from torch_locoprop.study.methods.task_settings import TaskSettings
 
-_OF_SOLVER = ("every", "averaging", "damping", "fall", "agreement")
+_OF_SOLVER = ("every", "averaging", "damping", "fall", "agreement", "bias_rate")
 
 
 def _build(model: nn.Module, settings: Settings) -> Optimizer:
@@ -47,6 +47,7 @@ register(
             "damping": 0.02,
             "fall": 50.0,
             "agreement": 0.0,
+            "bias_rate": 0.0,  # as in the committed runs
         },
         f"{TUNED}, 25 trials of a prototype",
         label="LocoProp spectral",

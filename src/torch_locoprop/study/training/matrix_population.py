@@ -37,7 +37,9 @@ from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import check_data, epoch_seed
 from torch_locoprop.study.training.update import Passes, Update
 
-NUMBERS = ("lr", "momentum", "decay", "eps", "damping", "clip", "averaging", "fall")
+NUMBERS = (
+    *("lr", "momentum", "decay", "eps", "damping", "clip", "averaging", "fall", "bias_rate"),
+)
 """The settings in which members may differ, besides the weight decay."""
 
 ROWS = 10_000

@@ -21,7 +21,13 @@ from torch_locoprop.fast import dispatch
 from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.paper.linear_map import with_ones
-from torch_locoprop.paper.spectral import damped_inverse, equal_rows, length
+from torch_locoprop.paper.spectral import (
+    damped_inverse,
+    equal_rows,
+    length,
+    mean_size,
+    relative,
+)
 from torch_locoprop.paper.tensors import Tensors, join, split
 from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
@@ -146,6 +152,10 @@ class Spectral(Update):
         scale = along(0.2 * max(factor.shape[1:]) ** 0.5 * self.now["lr"], factor)
         has_gradient = joint.abs().sum((-2, -1), keepdim=True) != 0  # small squares may be zero
         moved = -scale * equal_rows(lengths, rows) * factor * has_gradient
+        past_size = from_zero(state, "bias_size", joint[..., -1:])
+        size = mean_size(past_size, joint[..., -1:], along(self.numbers["decay"], joint))
+        rate = along(self.numbers["bias_rate"] * self.now["lr"], joint) * has_gradient
+        moved[..., -1:] -= rate * relative(new[..., -1:], size)
         self.shrink(layer["weight"])
         # As LocoProp does with a solution that is not finite, which is not written.
         sound = all_finite(moved)
@@ -153,6 +163,7 @@ class Spectral(Update):
             layer[name].add_(part)
         torch.where(sound, new, past, out=past)
         torch.where(sound, rows, past_rows, out=past_rows)
+        torch.where(sound, size, past_size, out=past_size)
 
 
 class Soap(Update):
