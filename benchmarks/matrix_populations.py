@@ -2,11 +2,11 @@
 
     python -m benchmarks.matrix_populations --models standard deep --out matrix-populations.json
     python -m benchmarks.matrix_populations --models wide --methods soap --steps 20
+    python -m benchmarks.matrix_populations --show benchmarks/results/matrix-populations-h200.json
 
 K members train as in the study, with and without a CUDA graph, from the same weights on the same
-images, and their losses are compared. Steps contain what the method renews every k steps. What SOAP and
-K-FAC renew is timed by itself too, in two ways: by the library, in threads, and by products of stacked
-matrices.
+images, and their losses are compared. Steps contain what the method renews every k steps. The
+factorisations of one renewal of SOAP and K-FAC are timed by themselves too.
 
 Images are random numbers, with pixels that are always zero as in the data sets of the study.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,16 +25,14 @@ from benchmarks import step_table
 from benchmarks.clock import milliseconds
 from benchmarks.options import add_options
 from torch_locoprop.baselines.kfac import EARLY
-from torch_locoprop.paper.fisher import cholesky
 from torch_locoprop.paper.tensors import Tensors
 from torch_locoprop.study import methods
 from torch_locoprop.study.data.datasets import Dataset
 from torch_locoprop.study.machine import environment, matmul_precision
 from torch_locoprop.study.models import architectures
 from torch_locoprop.study.training.config import RunConfig
-from torch_locoprop.study.training.factorisations import in_threads, q
+from torch_locoprop.study.training.factorisations import in_threads, inverse, q
 from torch_locoprop.study.training.matrix_population import Training
-from torch_locoprop.study.training.stacked_factors import inverse, of_stacks, orthogonal_factor
 
 WARM_UP = EARLY + 2  # K-FAC's early renewals, and the recording
 RATE = 0.1  # of the learning rate of each method
@@ -60,7 +58,7 @@ def row(model: str, method: str, options: argparse.Namespace) -> dict[str, Any]:
         found |= {"eager_ms": ms, "losses": late, "eager_losses": eager_late}
         found["early_difference"] = difference(early, eager_early)
         found["difference"] = difference(late, eager_late)
-        found |= renewals(training.update.states, options)
+        found |= renewal(training.update.states, options)
     return found
 
 
@@ -106,43 +104,19 @@ def difference(found: Sequence[float], expected: Sequence[float]) -> float:
     return max(abs(one / other - 1) for one, other in zip(found, expected, strict=True))
 
 
-def renewals(states: list[Tensors], options: argparse.Namespace) -> dict[str, Any]:
-    """Return the milliseconds and errors of a renewal by the library and by stacked products."""
+def renewal(states: list[Tensors], options: argparse.Namespace) -> dict[str, float]:
+    """Return the milliseconds of the factorisations of SOAP or K-FAC; nothing for other methods."""
     if "left_basis" in states[0]:
-        names = [(side, f"{side}_basis") for side in ("left", "right")]
-        pairs = [(state[side] @ state[own], state[own]) for state in states for side, own in names]
-        return {
-            **timed("library", in_threads, q, [each[:1] for each in pairs], options),
-            **timed("stacked", of_stacks, orthogonal_factor, pairs, options),
-        }
-    if "inverse_inputs" in states[0]:
-        factors = [(damped(s[name]),) for s in states for name in ("inputs", "gradients")]
-        return {
-            **timed("library", in_threads, by_cholesky, factors, options),
-            **timed("stacked", of_stacks, inverse, factors, options),
-        }
-    return {}
-
-
-def timed(
-    name: str,
-    apply: Callable[..., list[Tensor]],
-    function: Callable[..., Tensor],
-    arguments: Sequence[tuple[Tensor, ...]],
-    options: argparse.Namespace,
-) -> dict[str, float]:
-    """Return the milliseconds of a function of all matrices, and the largest entry of its error.
-
-    The error is that of QᵀQ = I, or of M M⁻¹ = I.
-    """
-    worst = 0.0
-    for found, (matrix, *_) in zip(apply(function, arguments), arguments, strict=True):
-        other = matrix if function in (by_cholesky, inverse) else found.mT
-        product = other.double() @ found.double()
-        eye = torch.eye(found.shape[-1], dtype=product.dtype, device=found.device)
-        worst = max(worst, (product - eye).abs().amax().item())
-    ms = milliseconds(lambda: apply(function, arguments), options.renewals, options.device)
-    return {f"{name}_ms": ms, f"{name}_error": worst}
+        function = q
+        matrices = [s[side] @ s[f"{side}_basis"] for s in states for side in ("left", "right")]
+    elif "inverse_inputs" in states[0]:
+        function = inverse
+        matrices = [damped(s[name]) for s in states for name in ("inputs", "gradients")]
+    else:
+        return {}
+    arguments = [(matrix,) for matrix in matrices]
+    ms = milliseconds(lambda: in_threads(function, arguments), options.renewals, options.device)
+    return {"library_ms": ms}
 
 
 def damped(matrix: Tensor) -> Tensor:
@@ -151,29 +125,21 @@ def damped(matrix: Tensor) -> Tensor:
     return matrix + 0.01 * mean * torch.eye(matrix.shape[-1], device=matrix.device)
 
 
-def by_cholesky(matrix: Tensor) -> Tensor:
-    """Return the inverse as the study computes it on a CPU."""
-    return torch.cholesky_inverse(cholesky(matrix))
-
-
 def markdown(content: dict[str, Any]) -> str:
-    """Return the table of steps and renewals."""
+    """Return the table of steps and renewals, and below it the remark of a file that has one."""
     head = ["model", "method", "eager, ms", "CUDA graph, ms", f"losses after {WARM_UP} steps"]
-    head += ["renewal: library, ms", "stacked, ms", "errors"]
+    head.append("renewal, ms")
     cells = []
     for found in content["rows"]:
         line = [found["model"], found["method"]]
         line += [f"{found['eager_ms']:.2f}", f"{found['graph_ms']:.2f}"]
         line.append(f"differ by {found['early_difference']:.0e}")
-        if "library_ms" in found:
-            line += [f"{found['library_ms']:.1f}", f"{found['stacked_ms']:.1f}"]
-            line.append(f"{found['library_error']:.0e}, {found['stacked_error']:.0e}")
-        else:
-            line += ["–"] * 3
+        line.append(f"{found['library_ms']:.1f}" if "library_ms" in found else "–")
         cells.append(line)
     where = content["environment"]
     note = f"{content['members']} members, batch {content['batch']}, {where['machine']}, "
-    return f"{step_table.table(head, cells)}\n\n{note}PyTorch {where['torch']}."
+    parts = [step_table.table(head, cells), f"{note}PyTorch {where['torch']}."]
+    return "\n\n".join([*parts, content["remark"]] if "remark" in content else parts)
 
 
 def main(arguments: list[str] | None = None) -> None:

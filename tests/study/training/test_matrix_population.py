@@ -2,22 +2,19 @@
 
 import importlib.util
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_locoprop.study import methods
 from torch_locoprop.study.data.datasets import Dataset
-from torch_locoprop.study.training import matrix_updates
 from torch_locoprop.study.training.config import RunConfig
 from torch_locoprop.study.training.matrix_population import train_together
 from torch_locoprop.study.training.matrix_updates import Soap
 from torch_locoprop.study.training.run_folder import Metrics
 from torch_locoprop.study.training.runner import run
-from torch_locoprop.study.training.stacked_factors import inverse, of_stacks, orthogonal_factor
 from torch_locoprop.study.training.update import Passes
 
 PEERS = importlib.util.find_spec("pytorch_optimizer") is not None
@@ -61,22 +58,6 @@ def test_a_member_has_the_losses_of_a_run_alone(
             assert [getattr(row, name) for row in found] == pytest.approx(expected, rel=3e-4)
 
 
-@pytest.mark.parametrize("method", ["exact-s-muon@3", "kfac@25"])
-def test_the_inverses_of_a_gpu_give_the_same_losses(
-    method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    given = [config(method, each) for each in SETTINGS[method]]
-    expected = train_together(given, data())
-
-    def of_gpu(matrices: list[Tensor]) -> list[Tensor]:
-        return of_stacks(inverse, [(matrix,) for matrix in matrices])
-
-    monkeypatch.setattr(matrix_updates, "inverses", of_gpu)
-    for found, rows in zip(train_together(given, data()), expected, strict=True):
-        losses = [row.train_loss for row in rows]
-        assert [row.train_loss for row in found] == pytest.approx(losses, rel=3e-4)
-
-
 def test_layers_large_enough_for_bfloat16_have_the_precision_of_a_run_alone(tmp_path: Path) -> None:
     draw = torch.rand(40, 160, generator=torch.Generator().manual_seed(7))
     images = Dataset("curves", draw[:30], draw[30:], "made for tests")
@@ -90,18 +71,11 @@ def test_layers_large_enough_for_bfloat16_have_the_precision_of_a_run_alone(tmp_
 
 @pytest.mark.skipif(not PEERS, reason="pytorch_optimizer is not installed")
 @pytest.mark.parametrize(("d", "n"), [(6, 6), (4, 6), (6, 4), (3, 8)])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_soap_is_that_of_its_package(
-    d: int, n: int, stacked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the factors of a GPU too, which are stacked.
+def test_soap_is_that_of_its_package(d: int, n: int) -> None:
+    """The basis of vanishing eigenvalues is arbitrary: equal statistics to the bit make it equal.
 
-    The basis of vanishing eigenvalues is arbitrary: equal statistics to the bit make it equal. They are
-    so if the first gradient has whole numbers and the average is over powers of two.
+    They are so if the first gradient has whole numbers and the average is over powers of two.
     """
-    if stacked:
-        of_gpu = partial(of_stacks, orthogonal_factor)
-        monkeypatch.setattr(matrix_updates, "orthogonal_factors", of_gpu)
     torch.manual_seed(0)
     shared = {"weight_decay": 0.01, "every": 3}
     settings = [

@@ -1,7 +1,4 @@
-"""Factorisations of many matrices at a time: on a GPU stacked, or in several threads.
-
-On a CPU they are the library's, one after the other.
-"""
+"""Factorisations of many matrices at a time, on a GPU in several threads."""
 
 from __future__ import annotations
 
@@ -16,7 +13,6 @@ from torch import Tensor
 from torch_locoprop.baselines.shampoo import inverse_root
 from torch_locoprop.paper.closed_form import eigh
 from torch_locoprop.paper.fisher import cholesky
-from torch_locoprop.study.training import stacked_factors
 
 THREADS = 8
 """Host threads, each with a CUDA stream, that share the factorisations of a step."""
@@ -25,23 +21,9 @@ CHUNK = 3
 """Members whose matrices one thread factorises at a time."""
 
 
-def inverses(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Return the inverses of positive definite matrices ``[K, n, n]``; NaN where there is none."""
-    if matrices[0].is_cuda:
-        return stacked_factors.of_stacks(stacked_factors.inverse, [(m,) for m in matrices])
-    return [torch.cholesky_inverse(cholesky(matrix)) for matrix in matrices]
-
-
-def orthogonal_factors(pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """Return the orthogonal factors of QR decompositions, up to the signs of their columns.
-
-    Args:
-        pairs: matrices, and orthogonal ones for the columns that the former do not determine
-            (:func:`~.stacked_factors.orthogonal_factor`), ``[K, n, n]`` each.
-    """
-    if pairs[0][0].is_cuda:
-        return stacked_factors.of_stacks(stacked_factors.orthogonal_factor, pairs)
-    return [q(matrix) for matrix, _ in pairs]
+def inverse(matrix: Tensor) -> Tensor:
+    """Return the inverse of positive definite matrices; NaN where there is none."""
+    return torch.cholesky_inverse(cholesky(matrix))
 
 
 def inverse_fourth_root(matrix: Tensor, eps: Tensor) -> Tensor:

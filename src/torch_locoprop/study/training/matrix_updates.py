@@ -9,6 +9,7 @@ loop in `torch_locoprop.study.training.matrix_population`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,9 +34,9 @@ from torch_locoprop.study.machine import matmul_precision
 from torch_locoprop.study.training.factorisations import (
     eigenbasis,
     in_threads,
+    inverse,
     inverse_fourth_root,
-    inverses,
-    orthogonal_factors,
+    q,
 )
 from torch_locoprop.study.training.update import (
     Passes,
@@ -94,10 +95,10 @@ class ExactSMuon(Muon):
         damping = along(self.numbers["damping"], self.states[0]["gram"])
         with matmul_precision("fp32"):
             systems = [
-                damped(state["gram"], damping)  # type: ignore[arg-type]  # one for each member
+                (damped(state["gram"], damping),)  # type: ignore[arg-type]  # one for each member
                 for state in self.states
             ]
-            for state, found in zip(self.states, inverses(systems), strict=True):
+            for state, found in zip(self.states, in_threads(inverse, systems), strict=True):
                 old = state.get("inverse", found)
                 put(state, inverse=torch.where(all_finite(found), found, old))
 
@@ -187,11 +188,9 @@ class Soap(Update):
 
     def end(self) -> None:
         if self.steps == 0:
-            statistics = [(state[side],) for state in self.states for side in SIDES]
-            self._renew(in_threads(eigenbasis, statistics))
+            self._renew([state[side] for state in self.states for side in SIDES], eigenbasis)
         elif self.steps % self.every == 0:
-            pairs = [self._sorted(state, side) for state in self.states for side in SIDES]
-            self._renew(orthogonal_factors(pairs))
+            self._renew([self._sorted(state, side) for state in self.states for side in SIDES], q)
         super().end()
 
     def move(self, layer: Tensors, state: Tensors, gradients: Tensors) -> None:
@@ -219,23 +218,20 @@ class Soap(Update):
             old.lerp_(new, 1 - along(decay, new))
         return state[f"{name}_average"], state[f"{name}_square"]
 
-    def _sorted(self, state: Tensors, side: str) -> tuple[Tensor, Tensor]:
-        """Return a basis after a power iteration, and the basis itself, sorted by eigenvalue.
-
-        The squares are sorted too.
-        """
+    def _sorted(self, state: Tensors, side: str) -> Tensor:
+        """Return a basis after a power iteration; sort its columns and the squares by eigenvalue."""
         basis = state[f"{side}_basis"]
         product = state[side] @ basis
         order = (basis * product).sum(-2).argsort(-1, descending=True)
         across, along_rows = order.unsqueeze(-2), order.unsqueeze(-1)
         places = (along_rows, -2) if side == "left" else (across, -1)
         put(state, weight_square=torch.take_along_dim(state["weight_square"], *places))
-        return torch.take_along_dim(product, across, -1), torch.take_along_dim(basis, across, -1)
+        return torch.take_along_dim(product, across, -1)
 
-    def _renew(self, bases: list[Tensor]) -> None:
-        found = iter(bases)
+    def _renew(self, matrices: list[Tensor], function: Callable[..., Tensor]) -> None:
+        bases = iter(in_threads(function, [(matrix,) for matrix in matrices]))
         for state in self.states:
-            put(state, left_basis=next(found), right_basis=next(found))
+            put(state, left_basis=next(bases), right_basis=next(bases))
 
 
 class Shampoo(Update):
@@ -320,7 +316,7 @@ class KFac(Update):
             return
         damping = along(self.numbers["damping"], self.states[0]["inputs"])
         factors = [
-            factor
+            (factor,)
             for state in self.states
             for factor in damped_factors(
                 state["inputs"],
@@ -328,9 +324,9 @@ class KFac(Update):
                 damping,  # type: ignore[arg-type]  # one for each member
             )
         ]
-        found = iter(inverses(factors))
+        inverses = iter(in_threads(inverse, factors))
         for state in self.states:
-            put(state, inverse_inputs=next(found), inverse_gradients=next(found))
+            put(state, inverse_inputs=next(inverses), inverse_gradients=next(inverses))
 
 
 SIDES = ("left", "right")
