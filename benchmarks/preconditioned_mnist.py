@@ -128,7 +128,7 @@ class Averaged(Preconditioned):
         some = (join(problem.backprop).abs().sum((-2, -1), keepdim=True) != 0).to(found)
         direction = Direction(-found, state, some, dtype)
         factor = dispatch.polar(direction.matrix, dtype)
-        return Spectral().displaced(problem, states, numbers, direction, factor)
+        return Spectral(bias_rate=0.0).displaced(problem, states, numbers, direction, factor)
 
     def phase(self, number: int) -> int:
         return int(self.renews(number))

@@ -23,7 +23,7 @@ from torch_locoprop.study.tuning import campaign, spaces
 RECORD = Path(__file__).with_suffix(".json")
 TRIALS = 24
 SEED = 0
-SEARCHED = ("general", "muon")
+SEARCHED = ("locoprop-spectral", "muon")
 RATES = "1e-3:1e-1"
 """The range of the learning rates; other settings have the ranges of the study."""
 

@@ -124,6 +124,7 @@ def test_the_spectral_step(structure: dict[str, Any]) -> None:
     opt = LocoProp(layer, preset="spectral", local_products="full", **structure)
     model = copy.deepcopy(layer)
     average, squares, running = torch.zeros(D, N + 1).double(), torch.zeros(D, 1).double(), None
+    of_biases = torch.zeros(D).double()
     for i in range(2):
         gradient, c = gradient_and_gram(model, x + i, y, structure)
         c = c / c.diagonal().mean()
@@ -136,7 +137,8 @@ def test_the_spectral_step(structure: dict[str, Any]) -> None:
         new = joint(model) - 0.015 * 0.2 * (N + 1) ** 0.5 * rows * p.norm() / rows.norm()
         with torch.no_grad():
             model.weight.copy_(new[:, :-1])
-            model.bias.copy_(new[:, -1])
+            of_biases = 0.95 * of_biases + 0.05 * gradient[:, -1].square()
+            model.bias.copy_(new[:, -1] - 0.015 * average[:, -1] / of_biases.sqrt())
     torch.testing.assert_close(steps(opt, layer, x, y, 2), joint(model), rtol=0, atol=1e-12)
 
 

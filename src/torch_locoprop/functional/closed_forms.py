@@ -93,7 +93,7 @@ def spectral(
     damping: float = Spectral.damping,
     fall: float = Spectral.fall,
     agreement: float = Spectral.agreement,
-    bias_rate: float = Spectral.bias_rate,
+    bias_rate: float = 0.0,
 ) -> tuple[Tensor, Tensors]:
     """Return the spectral step, the default of :class:`torch_locoprop.LocoProp`, and the new state.
 
@@ -116,7 +116,7 @@ def spectral(
         agreement: the step is multiplied by this power of the agreement of the last gradients and of
             the growth of steps.
         bias_rate: if above 0, the last column of ``grad`` and ``gram`` is that of a bias, which takes
-            a step of its own in addition.
+            a step of its own in addition, as ``preset="spectral"`` has it with 1.
 
     Returns:
         The displacement, ``[..., d, n]``, and the state.

@@ -24,7 +24,7 @@ SOLVERS: dict[str, Solver] = {
         *(Exact(), Preconditioned(), AveragedPreconditioned(), Spectral()),
     )
 }
-SOLVERS["general"] = Spectral(agreement=1.0)  # the solver of preset="general"
+SOLVERS["general"] = Spectral(agreement=1.0, bias_rate=0.0)  # the solver of preset="general"
 
 __all__ = [
     "LOCAL_DECAYS",

@@ -93,7 +93,7 @@ class Spectral(Solver):
     damping: float = 0.02
     fall: float = 50.0
     agreement: float = 0.0
-    bias_rate: float = 0.0
+    bias_rate: float = 1.0
     name = "spectral"
     closed_form = True
     joint_state = True

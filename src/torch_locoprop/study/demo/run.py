@@ -26,7 +26,7 @@ TASK: dict[str, Any] = {"model": "784-250-100-20", "batch_size": 200, "schedule"
 
 # The best of 24 trials each; benchmarks/tune_demo.json has all trials and how they were made.
 TUNED: dict[str, dict[str, float]] = {
-    "general": {"lr": 0.05019, "momentum": 0.8117, "decay": 0.9728},
+    "locoprop-spectral": {"lr": 0.041, "momentum": 0.82, "damping": 0.1, "bias_rate": 1.0},
     "muon": {"lr": 0.04123, "momentum": 0.8183},
     "rmsprop": {"lr": 0.00327, "momentum": 0.83, "decay": 0.806, "eps": 1.63e-06},
     "adam": {"lr": 0.0066, "momentum": 0.723, "decay": 0.898, "eps": 3.24e-06},
