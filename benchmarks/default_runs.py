@@ -149,7 +149,7 @@ def _data(task: str, folder: Path | None, device: str) -> Data:
     return TASKS[task].data(folder, device)
 
 
-def _indices(size: int, batch: int, seed: int, device: str) -> Iterator[Tensor]:
+def indices(size: int, batch: int, seed: int, device: str) -> Iterator[Tensor]:
     """Yield the indices of batches without end, every epoch in a new order."""
     numbers = torch.Generator().manual_seed(seed)
     while True:
@@ -190,7 +190,7 @@ def _train(
     torch.manual_seed(job.seed)
     model = task.model().to(job.device)
     optimizer = build(job.method, model, task, job.settings)
-    batches = _indices(data.size, task.batch, job.seed, job.device)
+    batches = indices(data.size, task.batch, job.seed, job.device)
     began = now(job.device)
     for _ in range(PARTS):
         part = []

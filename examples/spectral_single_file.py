@@ -8,8 +8,9 @@ Copy `Spectral` into a training script, for example one of a GPT speed run:
     loss.backward()                                            # one forward and one backward pass
     spectral.step(); adamw.step()
 
-Its steps are those of `LocoProp(model, preset="spectral")`, and with `agreement=1.0` and `lr=0.04`
-those of `LocoProp(model)`; a test compares them. It has no convolutions and no CUDA graphs.
+Its steps are those of `LocoProp(model, preset="spectral")`, and with `agreement=1.0`, `bias_rate=0.0`
+and `lr=0.04` those of `LocoProp(model)`; a test compares them. It has no convolutions and no CUDA
+graphs.
 
 Two control runs do the same work. `apply="gradient"` solves every local problem, drops the solution,
 and takes the step along the average gradient, which is close to Muon's. `apply="nothing"` solves every
@@ -59,6 +60,8 @@ class Spectral(torch.optim.Optimizer):
         fall: see ``damping``.
         agreement: the step is multiplied by this power of the agreement of the last gradients and of
             the growth of steps.
+        bias_rate: biases move, in addition, by so many learning rates times their average gradient
+            divided by the root of its mean square.
         apply: ``solution``, or for control runs ``gradient`` or ``nothing``.
     """
 
@@ -75,6 +78,7 @@ class Spectral(torch.optim.Optimizer):
         damping: float = 0.02,
         fall: float = 50.0,
         agreement: float = 0.0,
+        bias_rate: float = 1.0,
         apply: str = "solution",
     ) -> None:
         if apply not in APPLY:
@@ -90,7 +94,7 @@ class Spectral(torch.optim.Optimizer):
         trained = [p for layer in layers for p in layer.parameters() if p.requires_grad]
         super().__init__(trained, settings)
         self.every, self.averaging, self.damping = every, averaging, damping
-        self.fall, self.agreement, self.apply = fall, agreement, apply
+        self.fall, self.agreement, self.bias_rate, self.apply = fall, agreement, bias_rate, apply
         self.steps, self.records = 0, True
         stacks: dict[Any, list[nn.Linear]] = {}
         for layer in layers:
@@ -155,6 +159,13 @@ class Spectral(torch.optim.Optimizer):
         direction = equal * (_norm(direction) / _positive(_norm(equal)))
         scale = 0.2 * max(gradient.shape[-2:]) ** 0.5 * agreed
         moves = direction * (-group["lr"] * scale)
+        if self.bias_rate > 0 and _bias(stack[0]) is not None:
+            # A size that forgot sooner than the average would make long steps as gradients vanish.
+            rho, own = max(mu, rho), (1 - max(mu, rho)) ** 0.5 * gradient[..., -1:].abs()
+            past = state.get("bias_size", average[..., -1:].abs() if self.steps else own * 0)
+            state["bias_size"] = size = torch.hypot(rho**0.5 * past, own)
+            own = average[..., -1:] / _positive(size) * present
+            moves[..., -1:] -= group["lr"] * self.bias_rate * agreed * own
         if self.agreement > 0:
             state["moved"] = moves
         if self.apply == "nothing":

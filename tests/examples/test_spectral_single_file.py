@@ -83,7 +83,7 @@ def test_steps_are_those_of_the_preset(bias: bool, parts: int) -> None:
 def test_steps_are_those_of_the_defaults() -> None:
     ours, theirs = model(), model()
     expected = train(theirs, LocoProp(theirs), range(25))
-    opt = EXAMPLE.Spectral(ours.modules(), lr=0.04, agreement=1.0)
+    opt = EXAMPLE.Spectral(ours.modules(), lr=0.04, agreement=1.0, bias_rate=0.0)
     assert_equal(train(ours, opt, range(25)), expected)
 
 

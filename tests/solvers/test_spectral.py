@@ -21,7 +21,7 @@ from torch_locoprop.paper.linear_map import Dense
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import Squared
 from torch_locoprop.paper.regularizers import REGULARIZERS
-from torch_locoprop.paper.spectral import equal_rows, polar
+from torch_locoprop.paper.spectral import equal_rows, longer, mean_size, polar, relative
 from torch_locoprop.paper.structured_gram import ReducedGram
 from torch_locoprop.paper.targets import GradientDescent, NaturalGradient
 from torch_locoprop.paper.tensors import Tensors
@@ -74,7 +74,8 @@ class Oracle:
         self.moved = -self.lr * 0.2 * max(gradient.shape) ** 0.5 * factor * found
         if bias:
             past = torch.stack([g[:, -1] for g in self.gradients])
-            weights = (1 - self.rho) * self.rho ** torch.tensor(ages).double()
+            rho = max(self.rho, mu)  # sizes are not forgotten before the average is
+            weights = (1 - rho) * rho ** torch.tensor(ages).double()
             size = (weights[:, None] * past.square()).sum(0).sqrt()
             self.moved[:, -1] -= self.lr * solver.bias_rate * factor * average[:, -1] / size
         return self.moved
@@ -520,6 +521,91 @@ def test_a_state_of_an_earlier_version_has_no_growth_yet() -> None:
     _, states = Spectral(agreement=1.0).solve(problem, {"weight": earlier}, numbers, 1, "constant")
     assert float(state["growth"]) > 1.5
     assert float(states["weight"]["growth"]) == 1
+
+
+# ---- the step of biases ----------------------------------------------------------------------------
+
+
+def trained(
+    weights_of_outputs: Callable[[int], list[float]],
+    steps: int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    factor: float = 1.0,
+    forget_at: int | None = None,
+    **settings: Any,
+) -> list[Tensor]:
+    """Return the biases of a linear layer with four outputs after each step.
+
+    Args:
+        weights_of_outputs: returns the factor of the loss of each output in a step.
+        steps: number of steps.
+        dtype: dtype of the layer.
+        factor: factor of the loss of all outputs.
+        forget_at: a step before which the sizes are taken out of the state.
+    """
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 4).to(dtype)
+    opt = LocoProp(layer, **{"preset": "spectral", **settings})
+    found = []
+    for step in range(steps):
+        x, y = batch(6, 8, seed=step).to(dtype), batch(6, 4, seed=step + 999).to(dtype)
+        opt.zero_grad()
+        each = torch.tensor(weights_of_outputs(step), dtype=dtype)
+        (factor * ((layer(x) - 0.3 * y).square() * each).sum()).backward()
+        if step == forget_at:
+            del opt.state[layer.weight]["bias_size"]
+        opt.step()
+        found.append(layer.bias.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("momentum", [0.9, 0.98])
+def test_the_bias_of_an_output_without_a_gradient_comes_to_rest(momentum: float) -> None:
+    """A unit that is off in all rows: the layer as a whole has a gradient."""
+    biases = trained(lambda step: [1, 1, float(step < 100), 1], 600, lr=0.01, momentum=momentum)
+    moves = torch.stack(biases).diff(dim=0).abs() / 0.01
+    assert moves.max() < 2
+    assert moves[-1, 2] < 0.05
+    assert moves[:50, 2].max() > 0.5
+
+
+def test_a_state_without_sizes_takes_steps_of_the_usual_length() -> None:
+    """As of a version in which biases had no step of their own, with a small loss in that step."""
+    kept, forgotten = (
+        trained(lambda step: [1, 1e-4, 0, 1] if step >= 50 else [1, 1, 1, 1], 52, forget_at=at)
+        for at in (None, 50)
+    )
+    for biases in (kept, forgotten):
+        assert ((biases[50] - biases[49]).abs() / 0.015).max() < 2
+
+
+@pytest.mark.parametrize("factor", [1e-25, 1e15])
+def test_the_step_of_biases_has_no_unit(factor: float) -> None:
+    expected = trained(lambda step: [1, 1, 1, 1], 12)
+    found = trained(lambda step: [1, 1, 1, 1], 12, dtype=torch.float32, factor=factor)
+    torch.testing.assert_close(found[-1].double(), expected[-1], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("decay", "momentum"), [(0.95, 0.9), (0.5, 0.9), (0.999, 0.9), (0.9, 0.99)]
+)
+def test_how_long_the_step_of_a_bias_may_be(decay: float, momentum: float) -> None:
+    """At most the bound of `longer`, for gradients of any sizes."""
+    rho = max(decay, momentum)
+    bound = (1 - momentum) / ((1 - rho) * (1 - momentum**2 / rho)) ** 0.5
+    size, mean, most = None, torch.zeros(1000).double(), torch.zeros(())
+    generator = torch.manual_seed(0)
+    for _ in range(300):
+        exponents = 12 * torch.rand(1000, generator=generator).double() - 6
+        gradient = 10**exponents * (torch.rand(1000, generator=generator) < 0.1)
+        mean = momentum * mean + (1 - momentum) * gradient
+        size = mean_size(size, gradient, longer(decay, momentum))
+        most = torch.maximum(most, relative(mean, size).max())
+    assert 0.1 < most <= bound * (1 + 1e-9)
+    of_tensors = longer(torch.tensor(decay), torch.tensor(momentum))
+    assert float(of_tensors) == pytest.approx(rho)
+    assert float(longer(decay, torch.tensor(momentum))) == pytest.approx(rho)
 
 
 # ---- what tools ask of it --------------------------------------------------------------------------

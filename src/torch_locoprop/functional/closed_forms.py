@@ -98,8 +98,8 @@ def spectral(
     """Return the spectral step, the default of :class:`torch_locoprop.LocoProp`, and the new state.
 
     The arguments are those of :class:`torch_locoprop.solvers.Spectral` and the settings of that solver.
-    ``agreement=1.0`` is the step of ``LocoProp(model)``, 0 that of ``preset="spectral"``. The scales of
-    ``grad`` and ``gram`` do not matter.
+    ``agreement=1.0`` is the step of ``LocoProp(model)``, and 0 with ``bias_rate=1.0`` for layers with a
+    bias that of ``preset="spectral"``. The scales of ``grad`` and ``gram`` do not matter.
 
     Args:
         grad: G, ``[..., d, n]``.

@@ -121,10 +121,14 @@ def average_size(past: Tensor | None, moved: Tensor, decay: Number) -> Size:
         moved: the displacement Δ of ``[W b]`` in this step, ``[..., d, n]``.
         decay: ρ.
     """
-    square = moved.square().mean(-1, keepdim=True)
-    before = square if past is None else torch.where(past > 0, past.square(), square)
-    size = torch.lerp(square, before, decay).sqrt()
-    return Size(size, (square > 0).to(size) / size.clamp_min(torch.finfo(size.dtype).tiny ** 0.5))
+    # The largest entry comes first, so that no square overflows or underflows.
+    largest = moved.abs().amax(-1, keepdim=True)
+    tiny = torch.finfo(moved.dtype).tiny
+    scaled = torch.linalg.vector_norm(moved / largest.clamp_min(tiny), dim=-1, keepdim=True)
+    own = scaled * largest / moved.shape[-1] ** 0.5
+    before = own if past is None else torch.where(past > 0, past, own)
+    size = torch.hypot(decay**0.5 * before, (1 - decay) ** 0.5 * own)
+    return Size(size, (own > 0).to(size) / size.clamp_min(tiny))
 
 
 class Fraction(NamedTuple):

@@ -111,6 +111,18 @@ def equal_rows(
     return norm(lengths) / _at_least_tiny(norm(lengths / root)) / root
 
 
+def longer(decay: Number, momentum: Number) -> Number:
+    """Return the larger of two decays.
+
+    An average of squares that forgets sooner than an average gradient makes steps of any length once
+    gradients vanish. With decays ρ ≥ μ, from zero and in the same steps, the average gradient relative
+    to the root of the average square is at most ``(1 − μ) / sqrt((1 − ρ) (1 − μ²/ρ))``.
+    """
+    if isinstance(decay, Tensor):
+        return decay.clamp_min(momentum)
+    return momentum.clamp_min(decay) if isinstance(momentum, Tensor) else max(decay, momentum)
+
+
 def mean_size(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
     """Return the root of the running average of squares; the past before the first step is zero.
 

@@ -31,6 +31,7 @@ from torch_locoprop.paper.preconditioning import (
     preconditioned,
     regularized_inverse,
 )
+from torch_locoprop.paper.spectral import longer
 from torch_locoprop.paper.structured_gram import StructuredGram
 from torch_locoprop.paper.tensors import (
     Inverse,
@@ -122,7 +123,8 @@ class AveragedPreconditioned(Solver):
         if self._is_due(problem.number, state, gradient.shape[-1]):
             state |= self._renewed(problem, state, gradient, inverse_of)
         moved = _displacement(gradient, state, product)
-        mu, decay = spread(own.momentum, moved), spread(own.decay, moved)
+        mu = spread(own.momentum, moved)
+        decay = longer(spread(own.decay, moved), mu)
         state["average"] = average(state.get("average"), moved, mu)
         state["size"], factor = average_size(state.get("size"), moved, decay)
         step = 0.2 * spread(own.lr, factor) * factor * torch.lerp(moved, state["average"], mu)
@@ -130,7 +132,7 @@ class AveragedPreconditioned(Solver):
             name: problem.start[name] + part.to(given.dtype)
             for name, part in split(step, problem.start).items()
         }
-        kept = {key: entry.to(given.dtype) for key, entry in state.items()}
+        kept = {k: entry if k == "size" else entry.to(given.dtype) for k, entry in state.items()}
         return new, {**states, owner: kept}
 
     def _renewed(
@@ -152,7 +154,8 @@ class AveragedPreconditioned(Solver):
     def empty_states(self, start: Tensors, bent: bool, *, structure: Structure = FULL) -> States:
         joint = join(start)
         *leading, d, n = joint.shape
-        state = {"average": torch.zeros_like(joint), "size": joint.new_zeros(*leading, d, 1)}
+        size = at_least_float32(joint.new_zeros(*leading, d, 1))
+        state = {"average": torch.zeros_like(joint), "size": size}
         if not self.omits_gram(n, structure):
             one = torch.eye(n, dtype=joint.dtype, device=joint.device)
             state |= {key: one.repeat(*leading, 1, 1) for key in ("gram", "inverse")}

@@ -30,6 +30,7 @@ from torch_locoprop.paper.spectral import (
     growth,
     has_fast_bf16,
     length,
+    longer,
     mean_size,
     polar,
     relative,
@@ -52,6 +53,7 @@ EARLY = 10  # each of the first steps renews C: a single batch is a poor estimat
 WINDOW = 0.97  # weight of the past in the share of the signal in the gradients
 LEAST = 0.15  # the smallest agreement
 GROWTH = {"rate": 0.1, "least": 0.2, "most": 16.0}  # how steps that leave much of the gradient grow
+_PRECISE = ("step", "bias_size")  # entries of the state that half precision would not let change
 WIDEST = 8192  # columns of [W b] above which C, a matrix of this size, is left out
 
 
@@ -168,9 +170,13 @@ class Spectral(Solver):
             size = problem.of_all_outputs(_size(gradient)[..., None, None])
         state = {**state, "average": average(state.get("average"), gradient, mu)}
         if self._moves_bias(problem.start):
-            bias = gradient[..., -1:]
-            decay = spread(numbers[owner].decay, bias)
-            state["bias_size"] = mean_size(state.get("bias_size"), bias, decay)
+            past = state.get("bias_size")
+            if (
+                past is None and "average" in old
+            ):  # a state of before biases took a step of their own
+                past = old["average"][..., -1:].to(gradient).abs()
+            decay = longer(spread(numbers[owner].decay, gradient), mu)
+            state["bias_size"] = mean_size(past, gradient[..., -1:], decay)
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:
@@ -220,7 +226,7 @@ class Spectral(Solver):
             state["moved"] = displacement
         moved = split(displacement.to(dtype), problem.start)
         new = {name: tensor + moved[name] for name, tensor in problem.start.items()}
-        kept = {key: entry if key == "step" else entry.to(dtype) for key, entry in state.items()}
+        kept = {key: entry if key in _PRECISE else entry.to(dtype) for key, entry in state.items()}
         return new, {**states, owner: kept}
 
     def _renewed(
@@ -265,6 +271,8 @@ class Spectral(Solver):
             one = torch.eye(of_gram[-1], dtype=joint.dtype, device=joint.device)
             state[key] += one if len(of_gram) > 1 else one.diagonal()
         state["step"] = joint.new_zeros(*leading, 1, 1, dtype=torch.float32)
+        if "bias_size" in state:
+            state["bias_size"] = at_least_float32(state["bias_size"])
         owner = "weight" if "weight" in start else "bias"
         return {**{name: {} for name in start}, owner: state}
 

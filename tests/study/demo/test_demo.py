@@ -17,9 +17,9 @@ from torch_locoprop.study.demo.figure import verdict
 from torch_locoprop.study.methods import label
 from torch_locoprop.study.training.run_result import RunResult
 
-NAMES = ["LocoProp", "Muon", "RMSProp", "Adam"]
+NAMES = ["LocoProp spectral", "Muon", "RMSProp", "Adam"]
 # Train losses of the tiny demo with seed 0, after two epochs of one batch each.
-AT_THE_END = {"LocoProp": 513.3, "Muon": 497.1, "RMSProp": 529.3, "Adam": 378.8}
+AT_THE_END = {"LocoProp spectral": 447.9, "Muon": 497.1, "RMSProp": 529.3, "Adam": 378.8}
 
 
 def tiny_demo(out: Path, seed: int = 0) -> dict[str, RunResult]:
@@ -42,7 +42,7 @@ def test_writes_figure_table_and_lines(tmp_path: Path, capsys: pytest.CaptureFix
         row = next(line for line in text.splitlines() if "│" in line and name in line)
         assert f"{last.train_loss:.1f}" in row
         assert f"{last.test_loss:.1f}" in row
-        assert f"{name:<10}  epoch 2/2" in text
+        assert f"{name:<17}  epoch 2/2" in text
         assert not result.folder.exists(), "nothing but the figure stays"
     assert str(out) in text
     best = min(results, key=lambda name: results[name].metrics[-1].train_loss)

@@ -26,6 +26,7 @@ from torch_locoprop.paper.spectral import (
     damped_inverse,
     equal_rows,
     length,
+    longer,
     mean_size,
     relative,
 )
@@ -154,7 +155,8 @@ class Spectral(Update):
         has_gradient = joint.abs().sum((-2, -1), keepdim=True) != 0  # small squares may be zero
         moved = -scale * equal_rows(lengths, rows) * factor * has_gradient
         past_size = from_zero(state, "bias_size", joint[..., -1:])
-        size = mean_size(past_size, joint[..., -1:], along(self.numbers["decay"], joint))
+        decay = longer(along(self.numbers["decay"], joint), momentum)
+        size = mean_size(past_size, joint[..., -1:], decay)
         rate = along(self.numbers["bias_rate"] * self.now["lr"], joint) * has_gradient
         moved[..., -1:] -= rate * relative(new[..., -1:], size)
         self.shrink(layer["weight"])
