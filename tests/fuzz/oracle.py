@@ -132,7 +132,8 @@ class _Problem:
         """Return the new ``[W b]``, as far as it is trained."""
         method = self.method
         if "preset" in method:
-            return W + spectral_move(method, G, self.X, state, step)
+            with_bias = 0 < self.decayed < W.shape[1]
+            return W + spectral_move(method, G, self.X, state, step, with_bias)
         lr, gamma = method["lr"], method["gamma"]
         start = W.copy()
         start[:, : self.decayed] *= 1 - lr * method["weight_decay"]
@@ -180,11 +181,12 @@ class _Problem:
 
 
 def spectral_move(
-    method: dict[str, Any], G: Array, X: Array, state: dict[str, Any], step: int
+    method: dict[str, Any], G: Array, X: Array, state: dict[str, Any], step: int, with_bias: bool
 ) -> Array:
     """Return the displacement of one spectral step.
 
-    The presets renew C in each of the first ten steps; programs are shorter.
+    The presets renew C in each of the first ten steps; programs are shorter. With a bias, the last
+    column is its column, and it takes a step of its own in the preset ``spectral``.
     """
     mu, rho, past = method["momentum"], method["decay"], 0.8
     lr, power = {"general": (0.04, 1.0), "spectral": (0.015, 0.0)}[method["preset"]]
@@ -211,6 +213,12 @@ def spectral_move(
     length = (_agreed(gradients, mu) * _grown(gradients, mu, state)) ** power
     length *= float(G.any())  # without a gradient the layer stays
     state["moved"] = -lr * 0.2 * max(G.shape) ** 0.5 * even * length
+    if with_bias and method["preset"] == "spectral":
+        rho, biases = max(mu, rho), np.array([each[:, -1] for each in gradients])
+        falling = (1 - rho) * rho ** np.arange(len(gradients) - 1, -1, -1.0)
+        size = np.sqrt(falling @ biases**2)
+        size = np.array([_or_one(each) for each in size])
+        state["moved"][:, -1] -= lr * length * average[:, -1] / size
     return state["moved"]
 
 
