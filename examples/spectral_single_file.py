@@ -161,7 +161,8 @@ class Spectral(torch.optim.Optimizer):
         moves = direction * (-group["lr"] * scale)
         if self.bias_rate > 0 and _bias(stack[0]) is not None:
             # A size that forgot sooner than the average would make long steps as gradients vanish.
-            rho, own = max(mu, rho), (1 - max(mu, rho)) ** 0.5 * gradient[..., -1:].abs()
+            rho, of_rows = max(mu, rho), gradient.square().mean(-1, keepdim=True).sqrt()
+            own = (1 - rho) ** 0.5 * torch.hypot(gradient[..., -1:], 1e-5 * of_rows)
             past = state.get("bias_size", average[..., -1:].abs() if self.steps else own * 0)
             state["bias_size"] = size = torch.hypot(rho**0.5 * past, own)
             own = average[..., -1:] / _positive(size) * present

@@ -79,6 +79,7 @@ TEN = 10  # steps, of which the last ones replay CUDA graphs
 NOT_RECORDED = {
     *("closed form", "closed form in blocks", "closed form of M", "softmax, closed form"),
     *("convolution, M", "convolution, closed form of M", "uneven, convolution"),
+    "averaged, convolution",
     *("grouped convolution", "solver of the user's"),
 }
 # Tensors of the process group, of the plain run, and of their start.

@@ -137,7 +137,8 @@ def test_the_spectral_step(structure: dict[str, Any]) -> None:
         new = joint(model) - 0.015 * 0.2 * (N + 1) ** 0.5 * rows * p.norm() / rows.norm()
         with torch.no_grad():
             model.weight.copy_(new[:, :-1])
-            of_biases = 0.95 * of_biases + 0.05 * gradient[:, -1].square()
+            squares_of_biases = gradient[:, -1].square() + 1e-10 * gradient.square().mean(1)
+            of_biases = 0.95 * of_biases + 0.05 * squares_of_biases
             model.bias.copy_(new[:, -1] - 0.015 * average[:, -1] / of_biases.sqrt())
     torch.testing.assert_close(steps(opt, layer, x, y, 2), joint(model), rtol=0, atol=1e-12)
 

@@ -132,6 +132,22 @@ def mean_size(past: Tensor | None, new: Tensor, decay: Number) -> Tensor:
     return size if past is None else torch.hypot(decay**0.5 * past, size)
 
 
+def above_rounding(gradient: Tensor) -> Tensor:
+    """Return the size of each output's bias gradient, at least 1e-5 of that of its weight gradients.
+
+    Some biases, such as those of the keys of attention, have gradients of rounding errors alone. They
+    stay nearly where they are, as with Adam's ε, which has a unit.
+
+    Args:
+        gradient: the gradient of ``[W b]``, ``[..., d, n]``.
+
+    Returns:
+        The sizes, ``[..., d, 1]``.
+    """
+    of_rows = torch.linalg.vector_norm(gradient, dim=-1, keepdim=True) / gradient.shape[-1] ** 0.5
+    return torch.hypot(gradient[..., -1:], 1e-5 * of_rows)
+
+
 def relative(average: Tensor, size: Tensor) -> Tensor:
     """Return an average divided by the size of what was averaged; 0 where both are 0."""
     return average / _at_least_tiny(size)

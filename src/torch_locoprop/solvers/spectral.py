@@ -25,6 +25,7 @@ from torch_locoprop.paper.gram import FULL, RowUse, Structure, full_products
 from torch_locoprop.paper.local_problem import LocalProblem
 from torch_locoprop.paper.losses import LocalLoss
 from torch_locoprop.paper.spectral import (
+    above_rounding,
     agreement,
     equal_rows,
     growth,
@@ -176,7 +177,7 @@ class Spectral(Solver):
             ):  # a state of before biases took a step of their own
                 past = old["average"][..., -1:].to(gradient).abs()
             decay = longer(spread(numbers[owner].decay, gradient), mu)
-            state["bias_size"] = mean_size(past, gradient[..., -1:], decay)
+            state["bias_size"] = mean_size(past, above_rounding(gradient), decay)
         with full_products(gradient):  # small eigenvalues of the inverse need all digits of float32
             found = torch.lerp(gradient, state["average"], mu)
             if "inverse" in state:

@@ -23,6 +23,7 @@ from torch_locoprop.fast.dispatch import graphs
 from torch_locoprop.paper.fisher import damped, second_moment
 from torch_locoprop.paper.linear_map import with_ones
 from torch_locoprop.paper.spectral import (
+    above_rounding,
     damped_inverse,
     equal_rows,
     length,
@@ -156,7 +157,7 @@ class Spectral(Update):
         moved = -scale * equal_rows(lengths, rows) * factor * has_gradient
         past_size = from_zero(state, "bias_size", joint[..., -1:])
         decay = longer(along(self.numbers["decay"], joint), momentum)
-        size = mean_size(past_size, joint[..., -1:], decay)
+        size = mean_size(past_size, above_rounding(joint), decay)
         rate = along(self.numbers["bias_rate"] * self.now["lr"], joint) * has_gradient
         moved[..., -1:] -= rate * relative(new[..., -1:], size)
         self.shrink(layer["weight"])
